@@ -1,0 +1,226 @@
+"""The shape of a pool: everything about a run that the plan tables and the compiled program depend on.
+
+One `PoolSpec` serves a whole run. It is frozen, hashable and validated when made, so that a wrong number is
+refused on the host before anything compiles. Host side: NumPy-free, JAX-free.
+
+Letters used in this package: P sequences in a pool, C ranks in a CP group, N = P * C ranks in a pool, K key/value
+heads, G query heads that share one, B tokens in a block, D head dim of queries and keys, E head dim of values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Capacity:
+    """The room a rank sets aside, each in units of its home blocks (num_kv_heads * seq_len / (cp * block)).
+
+    Buffers and tables have these sizes whatever the batch, which is what keeps one compilation for a whole run. A
+    plan that needs more is replaced by the head-parallel one, which always fits, and says so in `stats.fallback`.
+
+    blocks: query blocks a rank may receive, all waves together.
+    pages: key/value pages a rank may receive, all waves together.
+    sent_pages: page copies a rank may send, all waves together (a page with three readers counts three times).
+    pair_blocks, pair_pages: what one rank may send to one other in one wave. Only the padded transports
+        (`all_to_all`, `ppermute`) allocate by pair; None means the most that the other three allow.
+    """
+
+    blocks: float
+    pages: float
+    sent_pages: float
+    pair_blocks: float | None = None
+    pair_pages: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolSpec:
+    """Shapes of one pool and of the attention that runs in it.
+
+    seq_len: tokens in a packed sequence, padding included; a multiple of cp * block.
+    pool_size: packed sequences in a pool (P).
+    cp: ranks that hold one sequence (C).
+    num_heads, num_kv_heads: query heads, and key/value heads that divide them.
+    head_dim: width of queries and keys.
+    block: tokens in a block and in a page; what the kernel works on at once.
+    v_head_dim: width of values; None: as wide as keys.
+    waves: kernel launches a step is cut into. 1: all work after one exchange. W > 1: wave 0 is the work that needs no
+        exchange, and each of the W - 1 exchanges feeds one later wave.
+    capacity: room for received blocks and pages. None chooses; a number is used for every field of `Capacity` that
+        has to be given; a `Capacity` sets them one by one. Less than the head-parallel plan needs is refused.
+    window: a query sees at most this many keys, its own included. None: all earlier keys of its document.
+    dtype: the type of q, k and v that plans count bytes in ("float32", "bfloat16" or "float16").
+
+    Raises ValueError with the rule and both numbers.
+    """
+
+    seq_len: int
+    pool_size: int
+    cp: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block: int = 128
+    v_head_dim: int | None = None
+    waves: int = 2
+    capacity: Capacity | float | None = None
+    window: int | None = None
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        for name in ("seq_len", "pool_size", "cp", "num_heads", "num_kv_heads", "head_dim", "block", "waves"):
+            _check_positive_int(name, getattr(self, name))
+        for name in ("v_head_dim", "window"):
+            if getattr(self, name) is not None:
+                _check_positive_int(name, getattr(self, name))
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
+        if self.seq_len % (self.cp * self.block):
+            raise ValueError(
+                f"seq_len ({self.seq_len}) must be a multiple of cp * block "
+                f"({self.cp} * {self.block} = {self.cp * self.block})"
+            )
+        if self.dtype not in _ITEM_BYTES:
+            raise ValueError(f"dtype ({self.dtype!r}) must be one of {sorted(_ITEM_BYTES)}")
+        room = self.capacity
+        if room is None or isinstance(room, Capacity):
+            pass
+        elif isinstance(room, bool) or not isinstance(room, int | float):
+            raise TypeError(f"capacity ({room!r}) must be None, a number or a Capacity")
+        else:
+            object.__setattr__(self, "capacity", Capacity(blocks=room, pages=room, sent_pages=room))
+        if self.capacity is not None:
+            self._check_capacity(self.capacity)
+
+    def _check_capacity(self, room: Capacity) -> None:
+        need = head_parallel_capacity(self)
+        for field in dataclasses.fields(Capacity):
+            got, least = getattr(room, field.name), getattr(need, field.name)
+            if got is None:
+                continue
+            if not math.isfinite(got) or got < 0:
+                raise ValueError(f"capacity.{field.name} ({got}) must be a finite number, 0 or more")
+            if round(got * self.home_blocks) < round(least * self.home_blocks):
+                raise ValueError(
+                    f"capacity.{field.name} ({got:g}) must be at least {least:g}: that is what the head-parallel "
+                    f"plan, which has to fit always, needs with cp {self.cp} and {self.num_kv_heads} kv heads"
+                )
+
+    # Sizes that follow from the fields.
+    @property
+    def ranks(self) -> int:
+        """Ranks in a pool, N = pool_size * cp. Rank p * cp + c holds part c of sequence p."""
+        return self.pool_size * self.cp
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def blocks_per_sequence(self) -> int:
+        return self.seq_len // self.block
+
+    @property
+    def blocks_per_rank(self) -> int:
+        """Blocks of one lane that one rank is home to."""
+        return self.blocks_per_sequence // self.cp
+
+    @property
+    def home_blocks(self) -> int:
+        """(block, kv head) pairs that one rank is home to; the unit of `Capacity`."""
+        return self.num_kv_heads * self.blocks_per_rank
+
+    @property
+    def tokens_per_rank(self) -> int:
+        return self.seq_len // self.cp
+
+    @property
+    def value_dim(self) -> int:
+        return self.v_head_dim or self.head_dim
+
+    @property
+    def exchanges(self) -> int:
+        """Dispatches in a forward pass; exchange x feeds wave x + 1, or wave 0 when there is only one wave."""
+        return max(self.waves - 1, 1)
+
+    @property
+    def item_bytes(self) -> int:
+        return _ITEM_BYTES[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        """A query block's way out and its output's way back: B * G * (D + E) elements."""
+        return self.block * self.group * (self.head_dim + self.value_dim) * self.item_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """One page of keys and values: B * (D + E) elements."""
+        return self.block * (self.head_dim + self.value_dim) * self.item_bytes
+
+    @functools.cached_property
+    def room(self) -> Room:
+        """The capacity in whole blocks and pages, as tables and buffers use it."""
+        return _resolve(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """`Capacity` in whole blocks and pages. No field exceeds what a pool of this size could ever need."""
+
+    blocks: int
+    pages: int
+    sent_pages: int
+    pair_blocks: int
+    pair_pages: int
+
+
+def head_parallel_capacity(spec: PoolSpec) -> Capacity:
+    """The least capacity with which the head-parallel plan fits, whatever the documents.
+
+    The head-parallel plan (`planner.head_parallel`) deals each sequence's (kv head, block) pairs to its cp ranks,
+    head by head, and blocks of a head in turn where ranks share it. One document as long as the sequence needs most.
+    """
+    home, per_rank, ranks = spec.home_blocks, spec.blocks_per_rank, spec.cp
+    if spec.cp == 1:
+        return Capacity(0.0, 0.0, 0.0, 0.0, 0.0)
+    # A rank touches at most this many heads: its run of home_blocks pairs starts anywhere in a head.
+    heads = min(-(-spec.num_kv_heads // ranks) + (1 if spec.num_kv_heads % ranks and ranks < spec.num_kv_heads else 0),
+                spec.num_kv_heads)  # fmt: skip
+    if spec.num_kv_heads < ranks and ranks % spec.num_kv_heads:
+        heads = min(2, spec.num_kv_heads)
+    readers = min(-(-ranks // spec.num_kv_heads) + (1 if ranks % spec.num_kv_heads else 0), ranks)
+    return Capacity(
+        blocks=1.0,
+        pages=heads * (spec.blocks_per_sequence - per_rank) / home,
+        sent_pages=float(min(readers, ranks - 1)),
+        pair_blocks=min(heads * per_rank / home, 1.0),
+        pair_pages=min(heads * per_rank / home, 1.0),
+    )
+
+
+def _resolve(spec: PoolSpec) -> Room:
+    need, home, others = head_parallel_capacity(spec), spec.home_blocks, spec.ranks - 1
+    asked = spec.capacity
+    if asked is None:
+        asked = Capacity(blocks=1.0, pages=max(4.0, need.pages), sent_pages=max(6.0, need.sent_pages))
+    assert isinstance(asked, Capacity)
+    blocks = min(round(asked.blocks * home), others * home)
+    pages = min(round(asked.pages * home), others * home)
+    sent_pages = min(round(asked.sent_pages * home), others * home)
+    pair_blocks = min(home, blocks) if asked.pair_blocks is None else min(round(asked.pair_blocks * home), home, blocks)
+    pair_pages = min(home, pages, sent_pages)
+    if asked.pair_pages is not None:
+        pair_pages = min(round(asked.pair_pages * home), pair_pages)
+    return Room(blocks, pages, sent_pages, pair_blocks, pair_pages)
+
+
+def _check_positive_int(name: str, value: object) -> None:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} ({value!r}) must be a whole number")
+    if value.__index__() < 1:  # type: ignore[attr-defined]
+        raise ValueError(f"{name} ({value}) must be at least 1")
