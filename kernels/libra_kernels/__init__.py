@@ -1,0 +1,18 @@
+"""Attention kernels of Libra for JAX: blocks of queries against pages of keys and values, joined by tables.
+
+Needs jax alone and knows nothing of pools, plans or exchanges.
+"""
+
+from libra_kernels.api import resolve_implementation, tile_backward, tile_forward
+from libra_kernels.reference import reference_attention
+from libra_kernels.tiles import PADDING, TileOptions, Tiles
+
+__all__ = [
+    "PADDING",
+    "TileOptions",
+    "Tiles",
+    "reference_attention",
+    "resolve_implementation",
+    "tile_backward",
+    "tile_forward",
+]
