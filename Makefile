@@ -1,0 +1,49 @@
+# `make demo` trains a small model with pooled attention; `make test` checks everything. Both set up .venv first, from
+# requirements.txt, with a Python >= 3.12 that is found or fetched (tools/setup.sh); a second run starts at once.
+# PYTHON=... names the Python to use. ARGS=... is handed on to pytest, or to `libra train` by `make demo`.
+
+BIN = .venv/bin
+WORKERS = 2
+ARGS =
+
+.PHONY: help setup demo test lint unit format requirements wheel clean distclean
+.NOTPARALLEL:
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-14s%s\n", $$1, $$2 }' Makefile
+
+setup: ## make .venv, or do nothing where it is complete
+	@sh tools/setup.sh
+
+demo: setup ## train a small Qwen3 model on eight virtual CPU devices; again: go on where it stopped
+	$(BIN)/libra train demo $(ARGS)
+
+test: lint unit ## everything that continuous integration checks
+
+lint: setup ## ruff and pyright
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+
+unit: setup ## the tests alone; ARGS="tests/test_x.py -k name" picks some
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+format: setup ## let ruff rewrite the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+requirements: setup ## pin requirements.txt anew from pyproject.toml; ARGS=--upgrade takes newer versions
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.12 --group dev --no-emit-index-url \
+	    --custom-compile-command "make requirements" $(ARGS) pyproject.toml -o requirements.txt
+
+wheel: setup ## build dist/*.whl
+	rm -rf build dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	rm -rf build
+
+clean: ## remove what builds and tools left
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name .venv -prune -o -name .bootstrap -prune -o -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean ## remove the environment as well
+	rm -rf .venv .bootstrap
