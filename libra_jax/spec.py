@@ -179,28 +179,49 @@ class Room:
     pair_pages: int
 
 
+@functools.lru_cache(maxsize=256)
 def head_parallel_capacity(spec: PoolSpec) -> Capacity:
-    """The least capacity with which the head-parallel plan fits, whatever the documents.
+    """The least capacity with which the head-parallel plan (`planner.head_parallel`) fits, whatever the documents.
 
-    The head-parallel plan (`planner.head_parallel`) deals each sequence's (kv head, block) pairs to its cp ranks,
-    head by head, and blocks of a head in turn where ranks share it. One document as long as the sequence needs most.
+    One document as long as the sequence needs most: with any others a block sees no page that it does not see there.
+    So this counts that case, home rank by home rank, and is exact (with a window: an upper bound).
     """
-    home, per_rank, ranks = spec.home_blocks, spec.blocks_per_rank, spec.cp
-    if spec.cp == 1:
-        return Capacity(0.0, 0.0, 0.0, 0.0, 0.0)
-    # A rank touches at most this many heads: its run of home_blocks pairs starts anywhere in a head.
-    heads = min(-(-spec.num_kv_heads // ranks) + (1 if spec.num_kv_heads % ranks and ranks < spec.num_kv_heads else 0),
-                spec.num_kv_heads)  # fmt: skip
-    if spec.num_kv_heads < ranks and ranks % spec.num_kv_heads:
-        heads = min(2, spec.num_kv_heads)
-    readers = min(-(-ranks // spec.num_kv_heads) + (1 if ranks % spec.num_kv_heads else 0), ranks)
+    cp, kv_heads, width = spec.cp, spec.num_kv_heads, spec.blocks_per_rank
+    blocks = [[0] * cp for _ in range(cp)]  # [home][executor], all heads
+    pages = [[0] * cp for _ in range(cp)]
+    for executor in range(cp):
+        # The executor takes shares executor * K .. + K - 1 of the K * cp; here they are cut at the ends of heads.
+        begin, end = executor * kv_heads, (executor + 1) * kv_heads
+        while begin < end:
+            cut = min(end, (begin // cp + 1) * cp)
+            low, high = begin % cp, (cut - 1) % cp + 1
+            last = _last_folded(spec.blocks_per_sequence, low, high, cp)
+            for home in range(cp):
+                if home != executor:
+                    start = home * width
+                    blocks[home][executor] += _folded(start + width, low, high, cp) - _folded(start, low, high, cp)
+                    pages[home][executor] += min(max(last + 1 - start, 0), width)
+            begin = cut
     return Capacity(
-        blocks=1.0,
-        pages=heads * (spec.blocks_per_sequence - per_rank) / home,
-        sent_pages=float(min(readers, ranks - 1)),
-        pair_blocks=min(heads * per_rank / home, 1.0),
-        pair_pages=min(heads * per_rank / home, 1.0),
+        blocks=max(map(sum, zip(*blocks, strict=True))) / spec.home_blocks,
+        pages=max(map(sum, zip(*pages, strict=True))) / spec.home_blocks,
+        sent_pages=max(map(sum, pages)) / spec.home_blocks,
+        pair_blocks=max(map(max, blocks)) / spec.home_blocks,
+        pair_pages=max(map(max, pages)) / spec.home_blocks,
     )
+
+
+def _folded(end: int, low: int, high: int, cp: int) -> int:
+    """How many of the blocks 0 .. end - 1 are in shares low .. high - 1 of a head that is folded into cp shares."""
+    rounds, rest = divmod(end, 2 * cp)
+    rising = min(max(rest - low, 0), high - low)
+    falling = min(max(rest - (2 * cp - high), 0), high - low)
+    return rounds * 2 * (high - low) + rising + falling
+
+
+def _last_folded(end: int, low: int, high: int, cp: int) -> int:
+    """The last of the blocks 0 .. end - 1 that is in one of these shares; end is a multiple of cp."""
+    return end - 1 - low if (end // cp) % 2 == 0 else end - cp + high - 1
 
 
 def _resolve(spec: PoolSpec) -> Room:
