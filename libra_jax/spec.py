@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import SupportsIndex
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -47,7 +48,8 @@ class PoolSpec:
     num_heads, num_kv_heads: query heads, and key/value heads that divide them.
     head_dim: width of queries and keys.
     block: tokens in a block and in a page; what the kernel works on at once.
-    v_head_dim: width of values; None: as wide as keys.
+    v_head_dim: width of values; None: bytes are counted as if values were as wide as keys, and the operator takes the
+        width from v itself.
     waves: kernel launches a step is cut into. 1: all work after one exchange. W > 1: wave 0 is the work that needs no
         exchange, and each of the W - 1 exchanges feeds one later wave.
     capacity: room for received blocks and pages. None chooses; a number is used for every field of `Capacity` that
@@ -73,10 +75,10 @@ class PoolSpec:
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "pool_size", "cp", "num_heads", "num_kv_heads", "head_dim", "block", "waves"):
-            _check_positive_int(name, getattr(self, name))
+            object.__setattr__(self, name, _positive_int(name, getattr(self, name)))
         for name in ("v_head_dim", "window"):
             if getattr(self, name) is not None:
-                _check_positive_int(name, getattr(self, name))
+                object.__setattr__(self, name, _positive_int(name, getattr(self, name)))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         if self.seq_len % (self.cp * self.block):
@@ -240,8 +242,9 @@ def _resolve(spec: PoolSpec) -> Room:
     return Room(blocks, pages, sent_pages, pair_blocks, pair_pages)
 
 
-def _check_positive_int(name: str, value: object) -> None:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+def _positive_int(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{name} ({value!r}) must be a whole number")
-    if value.__index__() < 1:  # type: ignore[attr-defined]
+    if value.__index__() < 1:
         raise ValueError(f"{name} ({value}) must be at least 1")
+    return value.__index__()

@@ -66,7 +66,9 @@ def reference_attention(
     logits = cap_logits(logits * _scale(scale, d), TileOptions(1.0, soft_cap))
     weights, _ = _masked_softmax(logits, visible[:, None, None])
     out = jnp.einsum("nkgqp,npke->nqkge", weights, vf, precision=_highest)
-    return out.reshape(n, s, h, v.shape[-1]).astype(q.dtype)
+    # Padding rows are zero already; saying so here keeps their cotangent, whatever it holds, out of the gradients.
+    out = jnp.where(real[:, :, None, None], out.reshape(n, s, h, v.shape[-1]), 0)
+    return out.astype(q.dtype)
 
 
 def forward(
@@ -109,9 +111,7 @@ def _active(tiles: Tiles) -> jax.Array:
     return (index >= tiles.start) & (index < tiles.stop)
 
 
-def _dense(
-    q: jax.Array, k: jax.Array, v: jax.Array, tiles: Tiles, options: TileOptions
-) -> tuple[jax.Array, jax.Array]:
+def _dense(q: jax.Array, k: jax.Array, v: jax.Array, tiles: Tiles, options: TileOptions) -> tuple[jax.Array, jax.Array]:
     """Output (X, B, G, E) and log-sum-exp (X, B, G) of every entry, float32; entries that do not run see nothing."""
     block = q.shape[1]
     entries, table = tiles.entries, jnp.arange(tiles.pages.shape[0], dtype=jnp.int32)
@@ -121,10 +121,11 @@ def _dense(
     # (X, K): the number of the page that lies in each slot, for this entry; -1 where the entry does not visit it.
     page_number = jnp.full((entries.shape[0], k.shape[0]), -1, jnp.int32).at[:, tiles.pages].max(number)
     offset = jnp.arange(block, dtype=jnp.int32)
-    key = page_number[:, :, None] * block + offset
-    query = entries[:, BLOCK, None] * block + offset
+    key = page_number[:, :, None] * block + offset[None, None, :]
+    query = entries[:, BLOCK, None] * block + offset[None, :]
     first = tiles.first_visible[entries[:, Q_SLOT]]
-    visible = (key[:, None] >= first[:, :, None, None]) & (key[:, None] <= query[:, :, None, None])
+    key, first, query = key[:, None], first[:, :, None, None], query[:, :, None, None]
+    visible = (key >= first) & (key <= query)
     visible &= (page_number >= 0)[:, None, :, None]
     q_entries = q[entries[:, Q_SLOT]].astype(_f32)
     logits = jnp.einsum("xigd,kjd->xgikj", q_entries, k.astype(_f32), precision=_highest) * options.scale

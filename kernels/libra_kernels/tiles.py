@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 PADDING = 2**30
 """First-visible position of a padding row: later than any key, so the row sees nothing."""
@@ -42,11 +42,6 @@ class TileOptions(NamedTuple):
 
     scale: float
     soft_cap: float | None = None
-
-
-Blocks = Float[Array, "Q B G D"]
-Pages = Float[Array, "K B D"]
-RowStats = Float[Array, "Q B G"]
 
 
 def cap_logits(logits: jax.Array, options: TileOptions) -> jax.Array:
