@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import nnls
 
 from libra_jax import workload
 from libra_jax.spec import PoolSpec
@@ -168,8 +169,6 @@ def test_fit_recovers_coefficients():
 @settings(deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_fit_is_the_best_non_negative_one(seed):
-    from scipy.optimize import nnls
-
     rng = np.random.default_rng(seed)
     pages, blocks, launches = rng.uniform(0, 100, (3, 12))
     seconds = rng.uniform(0.5, 2.0, 12)
