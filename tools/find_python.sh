@@ -65,20 +65,26 @@ if [ -n "${PYTHON:-}" ]; then
     exit 0
 fi
 
+# The name $1 in every folder of PATH: a shim that does not run may stand before the real one.
+consider_on_path() {
+    IFS=:
+    for folder in $PATH; do
+        if [ -x "$folder/$1" ]; then consider "$folder/$1"; fi
+    done
+    unset IFS
+}
+
 # What the user's shell calls Python comes first; then by version, wherever it lies.
-for name in python3 python; do
-    if command -v "$name" >/dev/null 2>&1; then consider "$name"; fi
-done
-pyenv_root=${PYENV_ROOT:-${HOME:-}/.pyenv}
-if command -v pyenv >/dev/null 2>&1; then pyenv_root=$(pyenv root 2>/dev/null) || pyenv_root=${HOME:-}/.pyenv; fi
+consider_on_path python3
+consider_on_path python
+pyenv_root=$(pyenv root 2>/dev/null) || pyenv_root=${PYENV_ROOT:-${HOME:-}/.pyenv}
 uv_pythons=${UV_PYTHON_INSTALL_DIR:-${XDG_DATA_HOME:-${HOME:-}/.local/share}/uv/python}
 for version in 3.12 3.13 3.14; do
-    if command -v "python$version" >/dev/null 2>&1; then consider "python$version"; fi
+    consider_on_path "python$version"
     for path in \
         "$pyenv_root/versions/$version"*/bin/python \
         "$uv_pythons/cpython-$version"*/bin/python3 \
-        "$here/../.bootstrap/python/cpython-$version"*/bin/python3 \
-        "/usr/local/bin/python$version" "/opt/homebrew/bin/python$version" "/usr/bin/python$version"; do
+        "$here/../.bootstrap/python/cpython-$version"*/bin/python3; do
         if [ -x "$path" ]; then consider "$path"; fi
     done
 done

@@ -24,25 +24,30 @@ is_complete() { [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$inputs" ] && .venv/bi
 is_as_asked() { [ -z "${PYTHON:-}" ] || [ "$(base "$PYTHON")" = "$(base .venv/bin/python)" ]; }
 if is_complete && is_as_asked; then exit 0; fi
 
-# Sets $uv to a uv that runs: one that is there, or one installed into .bootstrap with any Python that has pip.
+# Sets $uv to a uv that runs: one that is there, or one installed into .bootstrap with an older Python.
 get_uv() {
     for uv in uv "${HOME:-}/.local/bin/uv" "$root/.bootstrap/bin/uv" "$root/.bootstrap/lib/bin/uv"; do
         if "$uv" --version >/dev/null 2>&1; then return 0; fi
     done
-    mkdir -p .bootstrap
-    for old in "$@" python3 python /usr/bin/python3; do
-        "$old" -c 'import sys; sys.exit(sys.version_info < (3, 8))' >/dev/null 2>&1 || continue
-        say "Installing uv into .bootstrap with $("$old" --version 2>&1), to bring what is missing ..."
-        if "$old" -m venv .bootstrap >/dev/null 2>&1 && .bootstrap/bin/python -m pip install -q uv; then
-            uv=$root/.bootstrap/bin/uv
-        elif "$old" -m pip install -q --target .bootstrap/lib uv; then
-            uv=$root/.bootstrap/lib/bin/uv
-        else
-            continue
-        fi
-        if "$uv" --version >/dev/null 2>&1; then return 0; fi
+    IFS=:
+    for folder in $PATH; do
+        unset IFS
+        if [ -x "$folder/python3" ] && install_uv "$folder/python3"; then return 0; fi
     done
+    unset IFS
     return 1
+}
+
+install_uv() {
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 8))' >/dev/null 2>&1 || return 1
+    say "Installing uv into .bootstrap with $("$1" --version 2>&1), to bring what is missing ..."
+    mkdir -p .bootstrap
+    if "$1" -m venv .bootstrap >/dev/null 2>&1 && .bootstrap/bin/python -m pip install -q uv; then
+        uv=$root/.bootstrap/bin/uv
+    elif "$1" -m pip install -q --target .bootstrap/lib uv; then
+        uv=$root/.bootstrap/lib/bin/uv
+    fi
+    "$uv" --version >/dev/null 2>&1
 }
 
 fetch_python() {
@@ -55,7 +60,7 @@ fetch_python() {
 give_pip() { # to .venv, made by the Python $1, which has no ensurepip
     say "$1 comes without ensurepip: bringing pip another way ..."
     "$1" -m pip --python .venv/bin/python install -q pip 2>/dev/null && return 0
-    get_uv "$1" && "$uv" pip install -q --python .venv/bin/python pip
+    get_uv && "$uv" pip install -q --python .venv/bin/python pip
 }
 
 make_venv() {
