@@ -1,15 +1,26 @@
 """TAP, the tile planner: which rank of a pool executes which block of attention.
 
-Takes the pages that each block visits and gives `executor (P, K, nb) int32` (see `assignments.py`). Every rank gets
-a target of work, in pages visited, that is proportional to its speed. Work starts at home. A rank above its target
-sheds the rest, work that needs an exchange anyway first, whole heads before parts of heads; what was shed is poured,
-lane by lane in long runs, into the ranks that have room. After Libra's Tiled Attention Pooling (arXiv 2607.23250).
+Takes the pages that each block visits and gives `executor (P, K, nb) int32` (see `assignments.py`), after Libra's
+Tiled Attention Pooling (arXiv 2607.23250). Every rank has a target, a share of the pool's work (pages visited) in
+proportion to its speed, and two steps bring it there:
 
-Letters: P sequences, C ranks of a CP group, N = P * C ranks, K kv heads, nb blocks of a sequence. A lane is one
-(sequence, kv head).
+1. Work starts at home, and what costs little stays: blocks that see only their home rank's pages, or the next rank's
+   too. Blocks that reach further back leave. So does what is above the target, whole heads before parts of heads.
+2. What left is poured into the ranks below their target, heaviest lane first, each lane from its last block to its
+   first, in pieces as long as the rank has room for: each to the rank where a page of work costs the fewest bytes.
+   A large room takes a long piece, whose pages serve many blocks; the lane's own CP group has part of it already.
+
+Bytes are counted in pages: a page of keys and values that a rank has to fetch is 1, a query block that is executed
+away from home is G (its way out and its output's way back).
+
+Letters: P sequences, C ranks of a CP group, N = P * C ranks, K kv heads, G query heads that share one, nb blocks of a
+sequence. A lane is one (sequence, kv head). A part is what one rank is home to: nb / C consecutive blocks of a lane.
 """
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -18,6 +29,8 @@ from libra_jax.spec import PoolSpec
 
 __all__ = ["Policy", "at_home", "head_parallel", "home_ranks", "keep_padding_home", "pooled", "random_plan"]
 
+_RELAX = 1.2  # how much more than its share a rank may get at the next try, when a plan does not fit the room
+
 
 def pooled(first_page: np.ndarray, num_pages: np.ndarray, spec: PoolSpec, speed: np.ndarray) -> np.ndarray:
     """The pooled plan. -> executor (P, K, nb) int32.
@@ -25,66 +38,138 @@ def pooled(first_page: np.ndarray, num_pages: np.ndarray, spec: PoolSpec, speed:
     first_page, num_pages: (P, nb) int, the pages first_page[p, b] .. b that block b of sequence p visits, and how
         many (0: the block is all padding and stays home). The same for every head.
     speed: (N,) float, relative; a rank with twice the speed gets twice the work.
+
+    No rank's work is above its share by more than one block's, unless that needs more room than `spec.room` has. Then
+    shares are raised, all alike, until the plan fits; if it never does, the last one is returned as it is.
     """
-    target = work_targets(num_pages, spec, speed)
-    shed = shed_blocks(first_page, num_pages, spec, target)
-    return pour(shed, num_pages, spec, target)
+    share = work_share(num_pages, spec, speed)
+    slack = 1.0
+    while True:
+        target = slack * share
+        leaves = leaving(first_page, num_pages, spec, target)
+        executor, fits = pour(leaves, first_page, num_pages, spec, target)
+        if fits or slack > spec.pool_size:
+            return executor
+        slack *= _RELAX
 
 
-def work_targets(num_pages: np.ndarray, spec: PoolSpec, speed: np.ndarray) -> np.ndarray:
+def work_share(num_pages: np.ndarray, spec: PoolSpec, speed: np.ndarray) -> np.ndarray:
     """(N,) float: the pages that each rank should visit, all heads together, in proportion to its speed (N,)."""
-    return spec.num_kv_heads * float(num_pages.sum()) * speed / speed.sum()
+    return spec.num_kv_heads * float(num_pages.sum(dtype=np.int64)) * speed / speed.sum()
 
 
-def shed_blocks(first_page: np.ndarray, num_pages: np.ndarray, spec: PoolSpec, target: np.ndarray) -> np.ndarray:
-    """(P, K, nb) bool: the blocks that leave home, so that no rank keeps more than its target.
+def leaving(first_page: np.ndarray, num_pages: np.ndarray, spec: PoolSpec, target: np.ndarray) -> np.ndarray:
+    """(P, K, nb) bool: the blocks that leave home. What stays is at most half a block more than the target (N,).
 
-    Each rank sheds in this order: blocks with pages elsewhere, head by head, then the others, head by head. Ranks of
-    a CP group agree on the order of heads, so what they shed of one document is in the same lanes.
+    Blocks that reach far back leave. Where more has to, blocks that reach back to the rank before go first, head by
+    head, then the others, head by head. All ranks agree on the order of heads: their parts of a document that leave
+    are in the same lanes, and can share the pages they need.
     """
-    P, C, N, K, width = spec.pool_size, spec.cp, spec.ranks, spec.num_kv_heads, spec.blocks_per_rank
-    work = num_pages.astype(np.int64).reshape(P, C, width)
-    fetches = (first_page.reshape(P, C, width) < (np.arange(C) * width)[:, None]) & (work > 0)
-    stages = np.stack([np.where(fetches, work, 0), np.where(fetches, 0, work)], axis=2).reshape(N, 2, 1, width)
-    queue = np.broadcast_to(stages, (N, 2, K, width)).reshape(N, 2 * K * width)  # the order of shedding
-    excess = queue.sum(1) - target
-    # Up to the block that brings the rank nearest to its target.
-    shed = (queue > 0) & (2 * queue.cumsum(1) - queue <= 2 * excess[:, None])
-    shed = shed.reshape(P, C, 2, K, width).any(2)
-    return shed.transpose(0, 2, 1, 3).reshape(P, K, C * width)
+    K, N, width = spec.num_kv_heads, spec.ranks, spec.blocks_per_rank
+    work = num_pages.astype(np.int64).reshape(N, width)
+    reach = ((np.arange(spec.blocks_per_sequence) // width) - first_page // width).reshape(N, width)
+    far = (reach > 1) & (work > 0)
+    leaves = np.repeat(far[:, None], K, axis=1)  # (N, K, width)
+    near = [np.where((reach > 0) & ~far, work, 0), np.where(reach > 0, 0, work)]
+    excess = K * (near[0] + near[1]).sum(1) - target
+    for stage in near:
+        head = stage.sum(1, keepdims=True)  # (N, 1) work of one head
+        goes = np.clip(excess[:, None] - np.arange(K) * head, 0, head)  # (N, K) how much of each head
+        # Up to the block that brings the rank nearest to its target.
+        leaves |= (stage > 0)[:, None] & ((2 * stage.cumsum(1) - stage)[:, None] <= 2 * goes[:, :, None])
+        excess = excess - K * head[:, 0]
+    return leaves.reshape(spec.pool_size, spec.cp, K, width).swapaxes(1, 2).reshape(spec.pool_size, K, -1)
 
 
-def pour(shed: np.ndarray, num_pages: np.ndarray, spec: PoolSpec, target: np.ndarray) -> np.ndarray:
-    """Gives the blocks of `shed` (P, K, nb) bool to ranks below their target. -> executor (P, K, nb) int32.
+@dataclasses.dataclass
+class _Ledger:
+    """What every rank has taken on so far: (N,) arrays. The limits are the target and `spec.room`."""
 
-    Lane by lane in order; a lane's run goes to one rank where one has room for it, else it is cut into as long
-    pieces as there is room for. The lane's own CP group comes first.
+    work_left: np.ndarray  # pages to visit until the target; negative above it
+    blocks: np.ndarray  # query blocks received
+    pages: np.ndarray  # pages received
+    copies: np.ndarray  # page copies sent
+
+
+def pour(
+    leaves: np.ndarray, first_page: np.ndarray, num_pages: np.ndarray, spec: PoolSpec, target: np.ndarray
+) -> tuple[np.ndarray, bool]:
+    """Gives the blocks that leave home (P, K, nb) bool to ranks below their target (N,).
+
+    -> executor (P, K, nb) int32, and whether it fits `spec.room`; blocks that nobody has room for stay home.
     """
-    P, K, C, N = spec.pool_size, spec.num_kv_heads, spec.cp, spec.ranks
+    K = spec.num_kv_heads
     executor = np.repeat(home_ranks(spec)[:, None], K, axis=1)
-    kept = np.where(shed, 0, num_pages[:, None].astype(np.int64)).sum(1)
-    room = target - kept.reshape(N, -1).sum(1)
-    for p, h in zip(*np.nonzero(shed.any(2)), strict=True):
-        blocks = np.flatnonzero(shed[p, h])
-        work = np.concatenate([[0], np.cumsum(num_pages[p, blocks], dtype=np.int64)])
-        at, own = 0, slice(p * C, p * C + C)
-        while at < len(blocks):
-            rank = _choose(room, own, work[-1] - work[at])
-            # Up to the block boundary nearest to the end of the room, at least one block.
-            end = int(np.searchsorted(work, work[at] + room[rank]))
-            end += -1 if work[min(end, len(blocks))] + work[end - 1] > 2 * (work[at] + room[rank]) else 0
-            end = min(max(end, at + 1), len(blocks))
-            executor[p, h, blocks[at:end]] = rank
-            room[rank] -= work[end] - work[at]
-            at = end
-    return executor
+    ledger = _kept(leaves, first_page, num_pages, spec, target)
+    fits = bool((ledger.pages <= spec.room.pages).all() and (ledger.copies <= spec.room.sent_pages).all())
+    poured = np.where(leaves, num_pages[:, None], 0).sum(2)  # (P, K) work
+    for lane in np.argsort(-poured, axis=None, kind="stable")[: np.count_nonzero(poured)]:
+        p, h = divmod(int(lane), K)
+        blocks = np.flatnonzero(leaves[p, h])
+        for start, end, rank in _pieces(p, blocks, first_page[p, blocks], num_pages[p, blocks], spec, ledger):
+            if rank is None:
+                return executor, False
+            executor[p, h, blocks[start:end]] = rank
+    return executor, fits
 
 
-def _choose(room: np.ndarray, own: slice, work: float) -> int:
-    """The rank that a run of `work` pages starts on: the tightest that has room for all of it, else the roomiest."""
-    for ranks in (own, slice(None)):
-        fits = np.where(room[ranks] >= work, room[ranks], np.inf)
-        if np.isfinite(fits.min()):
-            return int(np.argmin(fits)) + (ranks.start or 0)
-    mine = int(np.argmax(room[own])) + own.start
-    return mine if room[mine] >= 0.25 * work else int(np.argmax(room))
+def _kept(
+    leaves: np.ndarray, first_page: np.ndarray, num_pages: np.ndarray, spec: PoolSpec, target: np.ndarray
+) -> _Ledger:
+    """The ledger before pouring: each rank executes the blocks it keeps, which see no further back than one part."""
+    P, C, N, K, width = spec.pool_size, spec.cp, spec.ranks, spec.num_kv_heads, spec.blocks_per_rank
+    heads = K - leaves.sum(1)  # (P, nb) heads of which the block stays
+    work = (heads * num_pages).reshape(N, width).sum(1)
+    # Of each head, the first block that stays and sees the part before reaches back furthest.
+    begin = np.arange(C)[:, None] * width
+    fetches = ((first_page.reshape(P, C, width) < begin) & (num_pages.reshape(P, C, width) > 0))[:, None]
+    fetches = fetches & ~leaves.reshape(P, K, C, width)
+    first = np.take_along_axis(first_page.reshape(P, 1, C, width), fetches.argmax(-1)[..., None], -1)[..., 0]
+    pages = np.where(fetches.any(-1), begin[:, 0] - first, 0).sum(1)  # (P, C)
+    copies = np.roll(pages, -1, axis=1)  # the first part fetches nothing
+    return _Ledger(target - work, np.zeros(N, np.int64), pages.reshape(N), copies.reshape(N))
+
+
+def _pieces(
+    p: int, blocks: np.ndarray, first_page: np.ndarray, num_pages: np.ndarray, spec: PoolSpec, ledger: _Ledger
+) -> Iterator[tuple[int, int, int | None]]:
+    """Cuts the n blocks that leave one lane of sequence p into pieces, last block first, and books them.
+
+    blocks, first_page, num_pages: (n,) int, ascending.
+    Yields (start, end, rank): blocks[start:end] go to rank; None: no rank has room for them.
+    """
+    C, width, room = spec.cp, spec.blocks_per_rank, spec.room
+    part = np.arange(C)
+    group = p * C + part  # the ranks of the lane's own CP group
+    part_pages = part * width, part * width + width  # (C,) begin and end
+    part_blocks = np.searchsorted(blocks, part_pages)  # (2, C) the same, as indices into blocks
+    work = np.concatenate([[0], np.cumsum(num_pages, dtype=np.int64)])
+    end = len(blocks)
+    while end:
+        # A piece for every rank: as long as it has room for, to within half a block. (N,) start, (N, C) pages from
+        # each part, (N,) blocks from other ranks.
+        limit = work[end] - ledger.work_left - 0.5 * num_pages[end - 1]
+        start = np.minimum(np.searchsorted(work, limit), end)
+        if (start == end).all():  # nobody: the roomiest takes one block
+            start = np.where(ledger.work_left == ledger.work_left.max(), end - 1, end)
+        first = first_page[np.minimum(start, end - 1)]
+        pages = np.minimum(part_pages[1], blocks[end - 1] + 1) - np.maximum(part_pages[0], first[:, None])
+        pages = np.maximum(pages, 0)
+        pages[group, part] = 0
+        moved = end - start
+        moved[group] -= np.maximum(np.minimum(part_blocks[1], end) - np.maximum(part_blocks[0], start[group]), 0)
+        fetched = pages.sum(1)
+        can = (start < end) & (ledger.blocks + moved <= room.blocks) & (ledger.pages + fetched <= room.pages)
+        can &= (ledger.copies[group] + pages <= room.sent_pages).all(1)
+        if not can.any():
+            yield 0, end, None
+            return
+        cost = (fetched + spec.group * moved) / np.maximum(work[end] - work[start], 1)
+        rank = int(np.argmin(np.where(can, cost, np.inf)))
+        begin = int(start[rank])
+        ledger.work_left[rank] -= work[end] - work[begin]
+        ledger.blocks[rank] += moved[rank]
+        ledger.pages[rank] += fetched[rank]
+        ledger.copies[group] += pages[rank]
+        yield begin, end, rank
+        end = begin
