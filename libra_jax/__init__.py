@@ -15,7 +15,7 @@ _HOME = {
     "CostModel": "workload",
     "place": "placement",
     "Plan": "plan",
-    "PlanTables": "plan",
+    "PlanTables": "tables",
     "check_batch": "plan",
     "plan_pool": "plan",
     "stack_plans": "plan",
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from libra_jax.layers import use_plan as use_plan
     from libra_jax.placement import place as place
     from libra_jax.plan import Plan as Plan
-    from libra_jax.plan import PlanTables as PlanTables
     from libra_jax.plan import check_batch as check_batch
     from libra_jax.plan import plan_pool as plan_pool
     from libra_jax.plan import stack_plans as stack_plans
     from libra_jax.spec import Capacity as Capacity
     from libra_jax.spec import PoolSpec as PoolSpec
+    from libra_jax.tables import PlanTables as PlanTables
     from libra_jax.workload import CostModel as CostModel
 
 

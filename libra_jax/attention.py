@@ -6,7 +6,7 @@ dk and dv to their pages' homes, where they are summed in a fixed order. Residua
 executor's log-sum-exp; what was received is received again, so a layer keeps nothing of the exchange.
 
 Letters as in `spec`, and: T tokens of one sequence on one rank, H query heads, "slots" are home blocks followed by
-received ones (`plan.PlanTables`).
+received ones (`tables.PlanTables`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from jaxtyping import Array, Float
 from libra_kernels import PADDING, TileOptions, Tiles, resolve_implementation, tile_backward, tile_forward
 
 from libra_jax.exchange import Part, exchange, pack, resolve_transport, unpack, word_for
-from libra_jax.plan import PlanTables, register_pytree
 from libra_jax.spec import PoolSpec
+from libra_jax.tables import PlanTables, register_pytree
 
 register_pytree()
 
@@ -82,7 +82,10 @@ def libra_attention(
     Raises ValueError, before anything runs, when plans, spec, mesh and arrays do not belong together.
     """
     _check(q, k, v, plans, spec, mesh)
-    options = TileOptions(_positive("scale", scale, spec.head_dim**-0.5), _positive("soft_cap", soft_cap, None))
+    options = TileOptions(
+        scale=spec.head_dim**-0.5 if scale is None else _positive("scale", scale),
+        soft_cap=None if soft_cap is None else _positive("soft_cap", soft_cap),
+    )
     static = _Static(spec, options, resolve_implementation(implementation), resolve_transport(transport))
     on_rank = jax.shard_map(
         functools.partial(_on_rank, static=static),
@@ -330,9 +333,7 @@ def _from_pages(x: jax.Array, spec: PoolSpec) -> jax.Array:
     return x.transpose(1, 2, 0, 3).reshape(spec.tokens_per_rank, spec.num_kv_heads, -1)
 
 
-def _positive(name: str, value: float | None, default: float | None) -> float | None:
-    if value is None:
-        return default
+def _positive(name: str, value: float) -> float:
     if not math.isfinite(value) or value <= 0:
         raise ValueError(f"{name} ({value}) must be a finite number greater than 0")
     return float(value)

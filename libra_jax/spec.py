@@ -89,14 +89,13 @@ class PoolSpec:
         if self.dtype not in _ITEM_BYTES:
             raise ValueError(f"dtype ({self.dtype!r}) must be one of {sorted(_ITEM_BYTES)}")
         room = self.capacity
-        if room is None or isinstance(room, Capacity):
-            pass
-        elif isinstance(room, bool) or not isinstance(room, int | float):
+        if isinstance(room, int | float) and not isinstance(room, bool):
+            room = Capacity(blocks=room, pages=room, sent_pages=room)
+            object.__setattr__(self, "capacity", room)
+        if isinstance(room, Capacity):
+            self._check_capacity(room)
+        elif room is not None:
             raise TypeError(f"capacity ({room!r}) must be None, a number or a Capacity")
-        else:
-            object.__setattr__(self, "capacity", Capacity(blocks=room, pages=room, sent_pages=room))
-        if self.capacity is not None:
-            self._check_capacity(self.capacity)
 
     def _check_capacity(self, room: Capacity) -> None:
         need = head_parallel_capacity(self)

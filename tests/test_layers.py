@@ -1,7 +1,8 @@
 """Who may import whom. The imports of every file are read from its syntax tree, so a forbidden one is found even where
 it is hidden in a function. The layers, each seeing only those before it:
 
-    spec, workload, placement, assignments, planner, plan    host side: NumPy only, never jax
+    spec, workload, placement, assignments, planner,
+    routing, tables, plan                                    host side: NumPy only, never jax
     exchange, attention, layers                              device side
     data (host side only), models, train, cli
 
@@ -21,7 +22,7 @@ import pytest
 import libra_jax
 
 ROOT = Path(__file__).parent.parent
-HOST = ["spec", "workload", "placement", "assignments", "planner", "plan"]
+HOST = ["spec", "workload", "placement", "assignments", "planner", "routing", "tables", "plan"]
 DEVICE = ["exchange", "attention", "layers"]
 
 # layer: (layers of libra_jax that it may import beside itself, what it may import from outside beside the standard
@@ -42,7 +43,7 @@ KERNELS_MAY_IMPORT = {"jax", "numpy", "jaxtyping", "jax_triton", "triton"}
 
 # Imports inside a function that a layer may do although its files may not: (module, imported), with the reason.
 LATE = {
-    ("libra_jax.plan", "jax"),  # registers the tables as a pytree, only once somebody else has imported jax
+    ("libra_jax.tables", "jax"),  # registers the tables as a pytree, only once somebody else has imported jax
 }
 
 
