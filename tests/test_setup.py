@@ -166,8 +166,8 @@ def test_first_run_installs_and_second_does_nothing(machine: Machine) -> None:
     assert first.returncode == 0, first.stderr
     made, requirements, package = machine.calls()
     assert made == "venv -m venv .venv"
-    assert requirements.endswith("install --no-input -q -r requirements.txt")
-    assert package.endswith("install --no-input -q --no-build-isolation --no-deps -e .")
+    assert requirements.endswith("install --no-input --no-compile -q -r requirements.txt")
+    assert package.endswith("install --no-input --no-compile -q --no-build-isolation --no-deps -e .")
     second = machine.run("setup.sh")
     assert (second.returncode, second.stdout, second.stderr, machine.calls()) == (0, "", "", [])
 
