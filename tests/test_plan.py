@@ -1,0 +1,349 @@
+"""Plans and their tables, checked by following every item from its home to its executor and back with plain loops.
+
+The walk reads only what `PlanTables` documents; what must be visited is computed from a dense mask, not from our code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra_jax import planner
+from libra_jax.plan import Plan, check_batch, plan_pool, stack_plans
+from libra_jax.spec import Capacity, PoolSpec
+from libra_jax.tables import PlanTables
+from libra_jax.workload import PADDING
+
+
+@st.composite
+def pools(draw: st.DrawFn) -> tuple[PoolSpec, list[list[int]], int]:
+    """A small pool, its documents, and a seed."""
+    cp, blocks, block = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 4, 8]))
+    kv_heads, group = draw(st.integers(1, 5)), draw(st.integers(1, 2))
+    spec = PoolSpec(
+        seq_len=cp * blocks * block,
+        pool_size=draw(st.integers(1, 3)),
+        cp=cp,
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        head_dim=8,
+        block=block,
+        waves=draw(st.integers(1, 4)),
+        window=draw(st.none() | st.integers(1, cp * blocks * block)),
+        capacity=100.0,
+    )
+    return spec, [draw(documents(spec.seq_len)) for _ in range(spec.pool_size)], draw(st.integers(0, 99))
+
+
+@st.composite
+def documents(draw: st.DrawFn, seq_len: int) -> list[int]:
+    """Document lengths that fill any part of a sequence, none of it included."""
+    lengths, left = [], draw(st.integers(0, seq_len))
+    while left:
+        lengths.append(draw(st.integers(1, left)))
+        left -= lengths[-1]
+    return lengths
+
+
+POLICIES = {
+    "pooled": lambda seed: planner.pooled,
+    "at_home": lambda seed: planner.at_home,
+    "head_parallel": lambda seed: planner.head_parallel,
+    "random": planner.random_plan,
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(pools())
+@settings(max_examples=60, deadline=None)
+def test_every_item_arrives_where_it_is_used_and_nothing_else_travels(name, pool):
+    spec, lengths, seed = pool
+    plan = plan_pool(lengths, spec, policy=POLICIES[name](seed))
+    assert plan.stats.fallback is None
+    walk(plan, lengths)
+
+
+def walk(plan: Plan, lengths: list[list[int]]) -> None:
+    """Follows the tables of one plan and asserts what DESIGN's first invariant says, and the statistics."""
+    spec, n = plan.spec, plan.spec.ranks
+    nb, per_rank, home_blocks = spec.blocks_per_sequence, spec.blocks_per_rank, spec.home_blocks
+    tables = plan.tables.map(lambda table: table.reshape(n, *table.shape[2:]))
+    visits = [visited_pages(sequence, spec) for sequence in lengths]
+
+    def unit_at_home(rank: int, slot: int) -> tuple[int, int, int]:
+        """(sequence, kv head, block) of a home slot."""
+        sequence, part = divmod(rank, spec.cp)
+        head, block = divmod(slot, per_rank)
+        return sequence, head, part * per_rank + block
+
+    def deliver(send, send_offsets, recv_offsets, room):
+        """Per rank: what stands in each received slot, and the exchange that brought it. Slots fill without gaps."""
+        content, arrival = [{} for _ in range(n)], [{} for _ in range(n)]
+        for x in range(spec.exchanges):
+            for source in range(n):
+                for target in range(n):
+                    items = send[source][send_offsets[source, x, target] : send_offsets[source, x, target + 1]]
+                    start, end = recv_offsets[target, x, source], recv_offsets[target, x, source + 1]
+                    assert len(items) == end - start
+                    assert source != target or not len(items)
+                    for slot, item in zip(range(start, end), items, strict=True):
+                        assert slot not in content[target] and slot < room
+                        content[target][slot], arrival[target][slot] = unit_at_home(source, item), x
+        for received in content:
+            assert sorted(received) == list(range(len(received)))
+        return content, arrival
+
+    blocks, block_arrival = deliver(
+        tables.send_blocks, tables.send_block_offsets, tables.recv_block_offsets, spec.room.blocks
+    )
+    pages, page_arrival = deliver(
+        tables.send_pages, tables.send_page_offsets, tables.recv_page_offsets, spec.room.pages
+    )
+
+    executed, work, last_use = {}, np.zeros(n, int), [{} for _ in range(n)]
+    for rank in range(n):
+        assert tables.wave_offsets[rank, 0] == 0
+        for wave in range(spec.waves):
+            exchange = wave - (spec.waves > 1)
+            for x in range(tables.wave_offsets[rank, wave], tables.wave_offsets[rank, wave + 1]):
+                q_slot, block, first_page, num_pages, base = tables.entries[rank, x]
+                if q_slot < home_blocks:
+                    unit = unit_at_home(rank, q_slot)
+                else:
+                    unit = blocks[rank].pop(q_slot - home_blocks)
+                    assert block_arrival[rank][q_slot - home_blocks] == exchange
+                assert unit[2] == block and unit not in executed
+                executed[unit] = (rank, wave)
+                assert list(range(first_page, first_page + num_pages)) == visits[unit[0]][block]
+                work[rank] += num_pages
+                for j in range(num_pages):
+                    slot = tables.pages[rank, base + j]
+                    if slot < home_blocks:
+                        assert unit_at_home(rank, slot) == (unit[0], unit[1], first_page + j)
+                    else:
+                        assert pages[rank][slot - home_blocks] == (unit[0], unit[1], first_page + j)
+                        assert page_arrival[rank][slot - home_blocks] <= exchange
+                        last_use[rank][slot - home_blocks] = exchange
+        assert not blocks[rank], "a received block is not executed"
+        assert set(last_use[rank]) == set(pages[rank]), "a received page is not used"
+        # Each page once per rank.
+        assert len(set(pages[rank].values())) == len(pages[rank])
+        assert not set(pages[rank].values()) & {unit_at_home(rank, slot) for slot in range(home_blocks)}
+
+    assert len(executed) == spec.pool_size * spec.num_kv_heads * nb
+    for unit, (rank, wave) in executed.items():
+        assert plan.executor[unit] == rank and plan.wave[unit] == wave
+    returns(spec, tables, pages, last_use)
+    statistics(plan, executed, pages, work)
+
+
+def returns(spec: PoolSpec, tables: PlanTables, pages: list[dict], last_use: list[dict]) -> None:
+    """Gradients of received pages go home after the last wave that uses the page, and each is added once."""
+    n = spec.ranks
+    landed: list[dict] = [{} for _ in range(n)]
+    for x in range(spec.exchanges):
+        for source in range(n):
+            for target in range(n):
+                begin, end = tables.return_page_offsets[source, x, target : target + 2]
+                start, stop = tables.returned_page_offsets[target, x, source : source + 2]
+                assert end - begin == stop - start
+                for row, slot in zip(range(start, stop), tables.return_pages[source, begin:end], strict=True):
+                    assert last_use[source][slot] == x and row not in landed[target]
+                    landed[target][row] = pages[source][slot]
+    for rank in range(n):
+        added = []
+        for slot in range(spec.home_blocks):
+            rows = tables.sum_rows[rank, tables.sum_offsets[rank, slot] : tables.sum_offsets[rank, slot + 1]]
+            assert list(rows) == sorted(rows)
+            head, block = divmod(slot, spec.blocks_per_rank)
+            unit = (rank // spec.cp, head, rank % spec.cp * spec.blocks_per_rank + block)
+            assert all(landed[rank][row] == unit for row in rows)
+            added += list(rows)
+        assert sorted(added) == sorted(landed[rank])
+
+
+def statistics(plan: Plan, executed: dict, pages: list[dict], work: np.ndarray) -> None:
+    spec, stats = plan.spec, plan.stats
+    assert np.array_equal(stats.work, work)
+    assert stats.imbalance == pytest.approx(work.max() / work.mean() if work.any() else 1.0)
+    sent, received = np.zeros(spec.ranks, int), np.zeros(spec.ranks, int)
+    query = spec.block * spec.group * spec.head_dim * spec.item_bytes
+    for (sequence, _, block), (rank, _) in executed.items():
+        home = sequence * spec.cp + block // spec.blocks_per_rank
+        if home != rank:  # queries there, outputs back; equally wide here
+            for source, target in ((home, rank), (rank, home)):
+                sent[source] += query
+                received[target] += query
+    for rank, held in enumerate(pages):
+        for sequence, _, page in held.values():
+            sent[sequence * spec.cp + page // spec.blocks_per_rank] += spec.block * 2 * spec.head_dim * spec.item_bytes
+            received[rank] += spec.block * 2 * spec.head_dim * spec.item_bytes
+    assert np.array_equal(stats.sent_bytes, sent) and np.array_equal(stats.received_bytes, received)
+
+
+def visited_pages(lengths: list[int], spec: PoolSpec) -> list[list[int]]:
+    """Per block the pages from the first to the last that any of its rows may see, by a dense mask."""
+    segment = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    segment = np.concatenate([segment, np.zeros(spec.seq_len - segment.size, int)])
+    query, key = np.arange(spec.seq_len)[:, None], np.arange(spec.seq_len)[None, :]
+    mask = (segment[:, None] == segment[None, :]) & (segment > 0)[:, None] & (key <= query)
+    if spec.window is not None:
+        mask &= query - key < spec.window
+    out = []
+    for rows in mask.reshape(-1, spec.block, spec.seq_len):
+        columns = np.flatnonzero(rows.any(axis=0)) // spec.block
+        # A block visits its own page even when only earlier rows of it are real: ranges end at the block itself.
+        out.append(list(range(columns.min(), columns.max() + 1)) if columns.size else [])
+    return out
+
+
+def test_work_by_hand():
+    # One document of four blocks: 1 + 2 + 3 + 4 pages a head; two heads.
+    spec = PoolSpec(seq_len=32, pool_size=1, cp=2, num_heads=2, num_kv_heads=2, head_dim=8, block=8, dtype="float32")
+    at_home = plan_pool([[32]], spec, policy=planner.at_home).stats
+    assert list(at_home.work) == [6, 14]
+    assert at_home.imbalance == pytest.approx(1.4)
+    # The second rank's blocks read both pages of the first, in both heads: 4 pages of 8 tokens, k and v, 8 wide.
+    assert list(at_home.sent_bytes) == [4 * 8 * 2 * 8 * 4, 0]
+    assert list(at_home.received_bytes) == [0, 4 * 8 * 2 * 8 * 4]
+    split = plan_pool([[32]], spec, policy=planner.head_parallel).stats
+    assert list(split.work) == [10, 10] and split.imbalance == 1.0
+    # Each rank gives one head's two blocks (q out, o back) and pages away: what Ulysses moves.
+    assert list(split.sent_bytes) == [split.ulysses_bytes] * 2
+    assert split.ulysses_bytes == 2 * (8 * 8 * 4) * 4
+
+
+def test_a_plan_that_does_not_fit_falls_back_and_says_so():
+    spec = PoolSpec(
+        seq_len=64, pool_size=2, cp=4, num_heads=4, num_kv_heads=4, head_dim=8, block=8, capacity=Capacity(1, 1, 1)
+    )
+    plan = plan_pool([[64], [64]], spec, policy=planner.at_home)
+    assert plan.stats.fallback is not None
+    assert "24" in plan.stats.fallback and "8" in plan.stats.fallback  # received pages needed, and the room
+    parallel = planner.head_parallel(*page_arrays([[64], [64]], spec), spec, np.ones(spec.ranks))
+    assert np.array_equal(plan.executor, parallel)
+    walk(plan, [[64], [64]])
+
+
+@given(pools())
+@settings(max_examples=100, deadline=None)
+def test_the_head_parallel_plan_fits_the_least_capacity(pool):
+    from libra_jax.spec import head_parallel_capacity
+
+    spec, lengths, seed = pool
+    tight = dataclasses.replace(spec, capacity=head_parallel_capacity(spec))
+    plan = plan_pool(lengths, tight, policy=planner.random_plan(seed))  # whatever it does, there is a plan
+    walk(plan, lengths)
+
+
+def page_arrays(lengths: list[list[int]], spec: PoolSpec) -> tuple[np.ndarray, np.ndarray]:
+    visits = [visited_pages(sequence, spec) for sequence in lengths]
+    first = np.array([[pages[0] if pages else b for b, pages in enumerate(sequence)] for sequence in visits])
+    return first, np.array([[len(pages) for pages in sequence] for sequence in visits])
+
+
+def test_speeds_shift_work_and_define_the_imbalance():
+    spec = PoolSpec(seq_len=512, pool_size=2, cp=2, num_heads=4, num_kv_heads=4, head_dim=8, block=8)
+    lengths, speed = [[512], [256, 256]], [1.0, 1.0, 1.0, 0.5]
+    stats = plan_pool(lengths, spec, speed).stats
+    time = stats.work / np.array(speed)
+    assert stats.imbalance == pytest.approx(time.max() / (stats.work.sum() / 3.5))
+    assert stats.imbalance < 1.02
+    assert stats.work[3] < 0.6 * stats.work[0]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "speed", "words"),
+    [
+        ([[40, 20]], None, ["1", "2"]),
+        ([[40, 30], [1]], None, ["70", "64"]),
+        ([[20, -3], [1]], None, ["-3"]),
+        ([[20, 0], [1]], None, ["0"]),
+        ([[20], [1]], [1.0, 1.0], ["2", "4"]),
+        ([[20], [1]], [1.0, 1.0, 0.0, 1.0], ["speed", "0.0"]),
+        ([[20], [1]], [1.0, 1.0, float("nan"), 1.0], ["speed", "nan"]),
+    ],
+)
+def test_bad_input_is_refused_by_name(lengths, speed, words):
+    spec = PoolSpec(seq_len=64, pool_size=2, cp=2, num_heads=4, num_kv_heads=2, head_dim=16, block=8)
+    with pytest.raises(ValueError) as error:
+        plan_pool(lengths, spec, speed)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_heads": 6, "num_kv_heads": 4}, ["6", "4"]),
+        ({"seq_len": 100}, ["100", "16"]),
+        ({"block": 0}, ["block", "0"]),
+        ({"waves": -1}, ["waves", "-1"]),
+        ({"dtype": "float64"}, ["float64"]),
+        ({"window": 0}, ["window", "0"]),
+        ({"capacity": 0.25}, ["0.25", "cp 2"]),
+        ({"capacity": float("nan")}, ["nan"]),
+    ],
+)
+def test_a_bad_spec_is_refused_by_name(change, words):
+    good = {"seq_len": 64, "pool_size": 2, "cp": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "block": 8}
+    PoolSpec(**good)
+    with pytest.raises(ValueError) as error:
+        PoolSpec(**(good | change))
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_stacked_plans_share_a_spec_and_keep_their_shapes():
+    spec = PoolSpec(seq_len=64, pool_size=2, cp=2, num_heads=4, num_kv_heads=2, head_dim=16, block=8)
+    some = [plan_pool(lengths, spec) for lengths in ([[64], [64]], [[1], []], [[30, 34], [5, 5, 5]])]
+    stacked = stack_plans(some)
+    for name in PlanTables.table_names():
+        table = getattr(stacked, name)
+        assert table.dtype == np.int32 and table.shape[:3] == (3, 2, 2), name
+    other = dataclasses.replace(spec, window=3)
+    with pytest.raises(ValueError, match="plan 1"):
+        stack_plans([some[0], plan_pool([[64], [64]], other)])
+    with pytest.raises(ValueError, match="at least one"):
+        stack_plans([])
+
+
+def test_check_batch_finds_plans_of_other_documents():
+    spec = PoolSpec(seq_len=16, pool_size=2, cp=2, num_heads=2, num_kv_heads=2, head_dim=8, block=4, window=5)
+    plans = stack_plans([plan_pool([[5, 3], [16]], spec)])
+    ids = np.array([[7] * 5 + [3] * 3 + [0] * 8, [900] * 16])  # any numbers will do
+    check_batch(plans, ids)
+    check_batch(plans, np.where(ids == 0, -1, ids), padding_id=-1)
+    moved = ids.copy()
+    moved[0, 5] = 7
+    with pytest.raises(ValueError, match=r"sequence 0, token 5 .* 1 in the batch, but from 5 in the plan"):
+        check_batch(plans, moved)
+    with pytest.raises(ValueError, match=r"\(1, 16\).*\(2, 16\)"):
+        check_batch(plans, ids[:1])
+    holes = ids.copy()
+    holes[1, 3] = 0
+    with pytest.raises(ValueError, match="must come last"):
+        check_batch(plans, holes)
+
+
+def test_the_padding_mark_is_the_kernels():
+    import libra_kernels
+
+    assert PADDING == libra_kernels.PADDING
+
+
+def test_plans_made_before_jax_is_imported_become_pytrees_with_the_operator():
+    program = """
+import libra_jax, sys
+spec = libra_jax.PoolSpec(seq_len=16, pool_size=1, cp=1, num_heads=1, num_kv_heads=1, head_dim=8, block=4)
+plans = libra_jax.stack_plans([libra_jax.plan_pool([[16]], spec)])
+assert "jax" not in sys.modules
+import jax
+libra_jax.libra_attention
+assert len(jax.tree.leaves(plans)) == 15
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
