@@ -29,8 +29,6 @@ from libra_jax.spec import PoolSpec
 
 __all__ = ["Policy", "at_home", "head_parallel", "home_ranks", "keep_padding_home", "pooled", "random_plan"]
 
-_RELAX = 1.2  # how much more than its share a rank may get at the next try, when a plan does not fit the room
-
 
 def pooled(first_page: np.ndarray, num_pages: np.ndarray, spec: PoolSpec, speed: np.ndarray) -> np.ndarray:
     """The pooled plan. -> executor (P, K, nb) int32.
@@ -40,17 +38,30 @@ def pooled(first_page: np.ndarray, num_pages: np.ndarray, spec: PoolSpec, speed:
     speed: (N,) float, relative; a rank with twice the speed gets twice the work.
 
     No rank's work is above its share by more than one block's, unless that needs more room than `spec.room` has. Then
-    shares are raised, all alike, until the plan fits; if it never does, the last one is returned as it is.
+    all shares are raised, first to 1.01 of what they were, until the plan fits, to within 5% of the least raise that
+    does. If none does, the last try is returned as it is.
     """
     share = work_share(num_pages, spec, speed)
-    slack = 1.0
-    while True:
-        target = slack * share
-        leaves = leaving(first_page, num_pages, spec, target)
-        executor, fits = pour(leaves, first_page, num_pages, spec, target)
-        if fits or slack > spec.pool_size:
-            return executor
-        slack *= _RELAX
+
+    def attempt(raised: float) -> tuple[np.ndarray, bool]:
+        scarce = raised > 0
+        target = (1 + raised) * share
+        leaves = leaving(first_page, num_pages, spec, target, scarce)
+        return pour(leaves, first_page, num_pages, spec, target, scarce)
+
+    executor, fits = attempt(0.0)
+    low, high = 0.0, 0.01
+    while not fits and high < 2 * spec.pool_size:
+        executor, fits = attempt(high)
+        low, high = (low, high) if fits else (high, 2 * high)
+    while fits and low and high - low > 0.05 * (1 + low):
+        middle = (low + high) / 2
+        better, better_fits = attempt(middle)
+        if better_fits:
+            executor, high = better, middle
+        else:
+            low = middle
+    return executor
 
 
 def work_share(num_pages: np.ndarray, spec: PoolSpec, speed: np.ndarray) -> np.ndarray:
@@ -58,17 +69,28 @@ def work_share(num_pages: np.ndarray, spec: PoolSpec, speed: np.ndarray) -> np.n
     return spec.num_kv_heads * float(num_pages.sum(dtype=np.int64)) * speed / speed.sum()
 
 
-def leaving(first_page: np.ndarray, num_pages: np.ndarray, spec: PoolSpec, target: np.ndarray) -> np.ndarray:
+def leaving(
+    first_page: np.ndarray, num_pages: np.ndarray, spec: PoolSpec, target: np.ndarray, scarce: bool = False
+) -> np.ndarray:
     """(P, K, nb) bool: the blocks that leave home. What stays is at most half a block more than the target (N,).
 
     Blocks that reach far back leave. Where more has to, blocks that reach back to the rank before go first, head by
     head, then the others, head by head. All ranks agree on the order of heads: their parts of a document that leave
     are in the same lanes, and can share the pages they need.
+
+    scarce: there was no room for the plan without. A rank that keeps the second part of a long document reads the
+    first for little work: the second part leaves with the rest.
     """
-    K, N, width = spec.num_kv_heads, spec.ranks, spec.blocks_per_rank
+    P, C, K, N, width = spec.pool_size, spec.cp, spec.num_kv_heads, spec.ranks, spec.blocks_per_rank
     work = num_pages.astype(np.int64).reshape(N, width)
-    reach = ((np.arange(spec.blocks_per_sequence) // width) - first_page // width).reshape(N, width)
-    far = (reach > 1) & (work > 0)
+    pages = first_page.reshape(P, C, width)
+    reach = (np.arange(C)[:, None] - pages // width).reshape(N, width)
+    far = reach > 1
+    if scarce:
+        goes_on = np.zeros((P, C, width), bool)  # into the next part
+        goes_on[:, :-1] = pages[:, :-1] == pages[:, 1:, :1]
+        far |= (reach > 0) & goes_on.reshape(N, width)
+    far &= work > 0
     leaves = np.repeat(far[:, None], K, axis=1)  # (N, K, width)
     near = [np.where((reach > 0) & ~far, work, 0), np.where(reach > 0, 0, work)]
     excess = K * (near[0] + near[1]).sum(1) - target
@@ -78,7 +100,7 @@ def leaving(first_page: np.ndarray, num_pages: np.ndarray, spec: PoolSpec, targe
         # Up to the block that brings the rank nearest to its target.
         leaves |= (stage > 0)[:, None] & ((2 * stage.cumsum(1) - stage)[:, None] <= 2 * goes[:, :, None])
         excess = excess - K * head[:, 0]
-    return leaves.reshape(spec.pool_size, spec.cp, K, width).swapaxes(1, 2).reshape(spec.pool_size, K, -1)
+    return leaves.reshape(P, C, K, width).swapaxes(1, 2).reshape(P, K, C * width)
 
 
 @dataclasses.dataclass
@@ -92,12 +114,20 @@ class _Ledger:
 
 
 def pour(
-    leaves: np.ndarray, first_page: np.ndarray, num_pages: np.ndarray, spec: PoolSpec, target: np.ndarray
+    leaves: np.ndarray,
+    first_page: np.ndarray,
+    num_pages: np.ndarray,
+    spec: PoolSpec,
+    target: np.ndarray,
+    scarce: bool = False,
 ) -> tuple[np.ndarray, bool]:
     """Gives the blocks that leave home (P, K, nb) bool to ranks below their target (N,).
 
     -> executor (P, K, nb) int32, and whether it fits `spec.room`; blocks that nobody has room for stay home.
+
+    scarce: there was no room for the plan without. Choose by pages alone: they are what fills the room.
     """
+    block_cost = 0 if scarce else spec.group
     K = spec.num_kv_heads
     executor = np.repeat(home_ranks(spec)[:, None], K, axis=1)
     ledger = _kept(leaves, first_page, num_pages, spec, target)
@@ -106,7 +136,8 @@ def pour(
     for lane in np.argsort(-poured, axis=None, kind="stable")[: np.count_nonzero(poured)]:
         p, h = divmod(int(lane), K)
         blocks = np.flatnonzero(leaves[p, h])
-        for start, end, rank in _pieces(p, blocks, first_page[p, blocks], num_pages[p, blocks], spec, ledger):
+        columns = first_page[p, blocks], num_pages[p, blocks]
+        for start, end, rank in _pieces(p, blocks, *columns, block_cost, spec, ledger):
             if rank is None:
                 return executor, False
             executor[p, h, blocks[start:end]] = rank
@@ -131,11 +162,18 @@ def _kept(
 
 
 def _pieces(
-    p: int, blocks: np.ndarray, first_page: np.ndarray, num_pages: np.ndarray, spec: PoolSpec, ledger: _Ledger
+    p: int,
+    blocks: np.ndarray,
+    first_page: np.ndarray,
+    num_pages: np.ndarray,
+    block_cost: float,
+    spec: PoolSpec,
+    ledger: _Ledger,
 ) -> Iterator[tuple[int, int, int | None]]:
     """Cuts the n blocks that leave one lane of sequence p into pieces, last block first, and books them.
 
     blocks, first_page, num_pages: (n,) int, ascending.
+    block_cost: what moving a block costs, in pages.
     Yields (start, end, rank): blocks[start:end] go to rank; None: no rank has room for them.
     """
     C, width, room = spec.cp, spec.blocks_per_rank, spec.room
@@ -164,8 +202,8 @@ def _pieces(
         if not can.any():
             yield 0, end, None
             return
-        cost = (fetched + spec.group * moved) / np.maximum(work[end] - work[start], 1)
-        rank = int(np.argmin(np.where(can, cost, np.inf)))
+        cost = np.where(can, (fetched + block_cost * moved) / np.maximum(work[end] - work[start], 1), np.inf)
+        rank = int(np.lexsort((ledger.work_left, cost))[0])  # of several with equal cost the fullest
         begin = int(start[rank])
         ledger.work_left[rank] -= work[end] - work[begin]
         ledger.blocks[rank] += moved[rank]
