@@ -147,17 +147,32 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
-def collective_groups(hlo: str) -> list[set[int]]:
-    """The groups of devices that exchange anything in a compiled program, from its HLO text."""
-    groups = []
-    for listed in re.findall(r"replica_groups=\{(\{[\d,{}]*\})\}", hlo):
-        groups += [{int(i) for i in g.split(",")} for g in re.findall(r"\{([\d,]+)\}", listed)]
-    for shape, source, order in re.findall(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", hlo):
-        rows, dims = [int(i) for i in shape.split(",")], [int(i) for i in source.split(",")]
+COLLECTIVE = re.compile(
+    r" (?:ragged-all-to-all|all-to-all|collective-permute|all-gather|all-reduce|reduce-scatter)(?:-start)?\("
+)
+
+
+def collectives(hlo: str) -> list[str]:
+    """The lines of a compiled program's text in which devices exchange something."""
+    return [line for line in hlo.splitlines() if COLLECTIVE.search(line)]
+
+
+def groups_of(line: str) -> list[set[int]]:
+    """The sets of devices, by their place in the mesh, that one collective joins. Fails for a form it cannot read."""
+    if pairs := re.search(r"source_target_pairs=\{(\{[\d,{}]*\})\}", line):
+        return [{int(a), int(b)} for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs[1])]
+    if listed := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", line):
+        return [{int(i) for i in group.split(",")} for group in re.findall(r"\{([\d,]+)\}", listed[1])]
+    if by_axis := re.search(r"replica_groups=mesh\[((?:'\w+'=\d+,?)+)\] \{((?:'\w+',?)+)\}", line):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", by_axis[1])}
+        joined, ids = re.findall(r"'(\w+)'", by_axis[2]), np.arange(np.prod(list(sizes.values())))
+        kept = [axis for axis, name in enumerate(sizes) if name not in joined]
+        order = kept + [axis for axis, name in enumerate(sizes) if name in joined]
+        rows = ids.reshape(list(sizes.values())).transpose(order).reshape(-1, np.prod([sizes[name] for name in joined]))
+        return [set(map(int, row)) for row in rows]
+    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+        shape, dims = ([int(i) for i in part.split(",")] for part in (iota[1], iota[2]))
         ids = np.arange(np.prod(dims)).reshape(dims)
-        if order:
-            ids = ids.transpose([int(i) for i in order.split(",")])
-        groups += [set(map(int, row)) for row in ids.reshape(rows)]
-    for listed in re.findall(r"source_target_pairs=\{(\{[\d,{}]*\})\}", hlo):
-        groups += [{int(a), int(b)} for a, b in re.findall(r"\{(\d+),(\d+)\}", listed)]
-    return groups
+        ids = ids.transpose([int(i) for i in iota[3].split(",")]) if iota[3] else ids
+        return [set(map(int, row)) for row in ids.reshape(shape)]
+    raise AssertionError(f"cannot read the groups of: {line}")
