@@ -167,7 +167,7 @@ def _backward(
     spec, room = static.spec, static.spec.room
     home = _home(q, k, v, tables, spec)
     d_out_home = _to_blocks(_zero_padding(d_out, tables), spec)
-    delta = jnp.sum(d_out_home.astype(jnp.float32) * _to_blocks(out, spec).astype(jnp.float32), axis=-1)
+    delta = _row_dots(d_out_home, _to_blocks(out, spec), tables)
     block_parts = [home.q, home.first, d_out_home, delta]
     word = word_for(q.dtype)
     block_rows, page_rows = pack(block_parts, word), pack([home.k, home.v], word)
@@ -277,6 +277,22 @@ def _return_blocks(x: int, tables: PlanTables, results: jax.Array, returned: jax
 def _join(home: Sequence[jax.Array], received: jax.Array) -> list[jax.Array]:
     """Home arrays, each followed by what was received of its kind."""
     return [jnp.concatenate([h, r]) for h, r in zip(home, unpack(received, home), strict=True)]
+
+
+def _row_dots(a: jax.Array, b: jax.Array, tables: PlanTables) -> jax.Array:
+    """Sums over the last axis of a * b in float32, for blocks (H', B, G, E) -> (H', B, G).
+
+    One block after the other: the order in which XLA adds, and whether it fuses multiply and add, follows from the
+    shape, and must not depend on how many blocks a rank is home to (dq has the same bits on every mesh). The number
+    of turns is read from the tables, because a loop that is known to turn once is unrolled into its surroundings.
+    """
+    turns = tables.wave_offsets[0] + a.shape[0]  # the first offset is 0
+
+    def one_block(i: jax.Array, sums: jax.Array) -> jax.Array:
+        row_a, row_b = (lax.dynamic_index_in_dim(x, i, 0, keepdims=False).astype(jnp.float32) for x in (a, b))
+        return lax.dynamic_update_index_in_dim(sums, jnp.sum(row_a * row_b, axis=-1), i, 0)
+
+    return lax.fori_loop(0, turns, one_block, jnp.zeros(a.shape[:-1], jnp.float32))
 
 
 def _tiles(tables: PlanTables, wave: int, first_visible: jax.Array) -> Tiles:
