@@ -4,11 +4,24 @@ Takes the pages that each block visits and gives `executor (P, K, nb) int32` (se
 Tiled Attention Pooling (arXiv 2607.23250). Every rank has a target, a share of the pool's work (pages visited) in
 proportion to its speed, and two steps bring it there:
 
-1. Work starts at home, and what costs little stays: blocks that see only their home rank's pages, or the next rank's
-   too. Blocks that reach further back leave. So does what is above the target, whole heads before parts of heads.
-2. What left is poured into the ranks below their target, heaviest lane first, each lane from its last block to its
-   first, in pieces as long as the rank has room for: each to the rank where a page of work costs the fewest bytes.
-   A large room takes a long piece, whose pages serve many blocks; the lane's own CP group has part of it already.
+1. `leaving`: work starts at home, and what is cheap there stays: blocks that see no further back than the rank
+   before. Blocks that reach further leave, and so does what is above the target, whole heads before parts of heads.
+2. `pour`: what left goes to the ranks below their target, heaviest lane first, each lane from its last block to its
+   first, in pieces as long as a rank has work and room left for. A piece goes to the rank where a page of work costs
+   the fewest bytes: a long piece uses the pages it needs for many blocks, and a rank of the lane's own CP group has
+   some of its blocks and pages already.
+
+Two sequences of 8 blocks on 4 ranks, 4 heads. In sequence 0 one document whose blocks visit 1, 2, .. 8 pages, in
+sequence 1 eight documents of one block. At home the ranks visit 40, 104, 16 and 16 pages; the target is 44 each. Rank
+1 sheds two heads whole and one block of a third. A head goes in one piece to each of ranks 2 and 3, and the block to
+the rank that has room left:
+
+    sequence 0:  [[0 0 0 0 2 2 2 2]        sequence 1:  [[2 2 2 2 3 3 3 3]
+                  [0 0 0 0 3 3 3 3]                      [2 2 2 2 3 3 3 3]
+                  [0 0 0 0 1 1 1 0]                      [2 2 2 2 3 3 3 3]
+                  [0 0 0 0 1 1 1 1]]                     [2 2 2 2 3 3 3 3]]
+
+    pages visited by ranks 0 to 3: 48, 44, 42, 42
 
 Bytes are counted in pages: a page of keys and values that a rank has to fetch is 1, a query block that is executed
 away from home is G (its way out and its output's way back).
@@ -97,8 +110,9 @@ def leaving(
     for stage in near:
         head = stage.sum(1, keepdims=True)  # (N, 1) work of one head
         goes = np.clip(excess[:, None] - np.arange(K) * head, 0, head)  # (N, K) how much of each head
-        # Up to the block that brings the rank nearest to its target.
-        leaves |= (stage > 0)[:, None] & ((2 * stage.cumsum(1) - stage)[:, None] <= 2 * goes[:, :, None])
+        # Last block first, to the block that brings the rank nearest to its target.
+        behind = stage[:, ::-1].cumsum(1)[:, ::-1] - 0.5 * stage
+        leaves |= (stage > 0)[:, None] & (behind[:, None] <= goes[:, :, None])
         excess = excess - K * head[:, 0]
     return leaves.reshape(P, C, K, width).swapaxes(1, 2).reshape(P, K, C * width)
 
