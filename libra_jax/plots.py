@@ -95,7 +95,7 @@ def corpus_png(
 
     buckets: names of length classes. shares: a name and its share of each class (0 to 1), e.g. documents, tokens, work.
     imbalance: {group: {bar: busiest over mean}}, drawn as horizontal bars from 1.0, perfect balance.
-    before, after: (pools, ranks) work of one micro-step, as in `work_per_rank_png`.
+    before, after: (pools, ranks) work of the same sequences, as in `work_per_rank_png`.
     """
     figure = Figure(figsize=(13, 9.4), layout="constrained")
     figure.suptitle(title, fontsize=14, fontweight="bold")
@@ -109,7 +109,7 @@ def corpus_png(
     upper.tick_params(axis="x", labelbottom=False)
     pools, ranks = np.asarray(before).shape
     lower.set_xticks([(pool + 0.5) * ranks - 0.5 for pool in range(pools)], [f"pool {pool}" for pool in range(pools)])
-    lower.set_xlabel(f"one bar a rank, {ranks} ranks in a pool: the first micro-step that was looked at")
+    lower.set_xlabel(f"one bar a rank, {ranks} ranks in a pool")
     top = max(float(np.max(before)), float(np.max(after)))
     lower.set_ylim(0, 1.22 * top if top > 0 else 1)
     figure.savefig(path, dpi=120)
@@ -125,7 +125,7 @@ def _share_bars(axes: Axes, buckets: Sequence[str], shares: Mapping[str, Sequenc
     axes.set_xticks(range(len(buckets)), buckets, rotation=25, ha="right")
     axes.set_xlabel("document length, tokens")
     axes.set_ylabel("share, %")
-    axes.set_title("Long documents are few, and have the attention work", loc="left")
+    axes.set_title("Documents, tokens and attention work by document length", loc="left")
     axes.legend(frameon=False)
     axes.margins(y=0.12)
     _plain(axes)
@@ -146,8 +146,8 @@ def _imbalance_bars(axes: Axes, imbalance: Mapping[str, Mapping[str, float]]) ->
     axes.set_yticks(places, [f"{group}: {name}" for group, name, _ in rows])
     axes.invert_yaxis()
     axes.set_xlim(1, 1 + 1.15 * max(widest - 1, 0.05))
-    axes.set_xlabel("busiest over mean; 1 is perfect balance")
-    axes.set_title("What that does: how much longer a step's attention takes", loc="left")
+    axes.set_xlabel("busiest sequence, pool or rank over the mean; 1 is perfect balance")
+    axes.set_title("How much longer attention takes than with perfect balance", loc="left")
     _plain(axes)
 
 

@@ -12,9 +12,10 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from libra_jax.spec import PoolSpec
 
@@ -22,6 +23,7 @@ PADDING = 2**30
 """First visible position of a padding token: beyond every key, so padding sees nothing."""
 
 Lengths = Sequence[int] | np.ndarray
+Amount = Any  # a number, or an array of them
 
 
 class BlockPages(NamedTuple):
@@ -194,11 +196,11 @@ class CostModel:
             v_head_dim=spec.value_dim,
         )
 
-    def forward(self, pages, blocks=0, launches=0):
+    def forward(self, pages: Amount, blocks: Amount = 0, launches: Amount = 0) -> Amount:
         """Seconds of a forward pass; numbers or arrays. Coefficients as they are: see `scaled`."""
         return self.page_seconds * pages + self.block_seconds * blocks + self.launch_seconds * launches
 
-    def backward(self, pages, blocks=0, launches=0):
+    def backward(self, pages: Amount, blocks: Amount = 0, launches: Amount = 0) -> Amount:
         """Seconds of a backward pass; numbers or arrays. Coefficients as they are: see `scaled`."""
         launch = self.backward_launch_seconds * launches
         return self.backward_page_seconds * pages + self.backward_block_seconds * blocks + launch
@@ -257,7 +259,9 @@ class CostModel:
 Measurements = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
-def fit_coefficients(pages, blocks, launches, seconds) -> tuple[float, float, float]:
+def fit_coefficients(
+    pages: npt.ArrayLike, blocks: npt.ArrayLike, launches: npt.ArrayLike, seconds: npt.ArrayLike
+) -> tuple[float, float, float]:
     """Seconds per page, per block and per launch, none negative, by least squares on relative errors.
 
     All four: (measurements,) numbers. Each measurement is weighed by 1 / seconds, so that short and long ones count
