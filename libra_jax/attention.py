@@ -121,7 +121,7 @@ def _on_rank(q: jax.Array, k: jax.Array, v: jax.Array, plans: PlanTables, *, sta
 def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, tables: PlanTables, static: _Static
 ) -> tuple[jax.Array, jax.Array]:
-    """q (T, H, D), k (T, K, D), v (T, K, E) -> output (T, H, E), log-sum-exp (slots, B, G) float32."""
+    """q (T, H, D), k (T, K, D), v (T, K, E) -> output (T, H, E), log-sum-exp (slots, B, G, 2) float32."""
     spec, room = static.spec, static.spec.room
     home = _home(q, k, v, tables, spec)
     word = word_for(q.dtype)
@@ -131,7 +131,7 @@ def _forward(
 
     slots = spec.home_blocks + room.blocks
     out = jnp.zeros((slots, *home.q.shape[1:-1], v.shape[-1]), q.dtype)
-    lse = jnp.full(out.shape[:-1], -jnp.inf, jnp.float32)
+    lse = jnp.full((*out.shape[:-1], 2), -jnp.inf, jnp.float32)
     returned = jnp.zeros((spec.home_blocks, pack([out[:1]], word).shape[1]), word)
     for wave in range(spec.waves):
         x = _exchange_of(wave, spec)

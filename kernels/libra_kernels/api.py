@@ -43,8 +43,10 @@ def tile_forward(
     """Attention of the entries `tiles.start` to `tiles.stop`, each finished on its own, page by page, ascending.
 
     q: (Q, B, G, D); k: (K, B, D); v: (K, B, E), all of one dtype; accumulation is float32.
-    out: (Q, B, G, E) in q's dtype, and lse: (Q, B, G) float32, are returned with the executed slots replaced: a row
-    that sees nothing has output 0 and log-sum-exp -inf. Other slots keep what they held.
+    out: (Q, B, G, E) in q's dtype, and lse: (Q, B, G, 2) float32, are returned with the executed slots replaced. lse
+    is the log-sum-exp in two parts that add up to it, the row's largest logit and the rest (0 to the logarithm of
+    the number of keys): one float32 number would leave weights of 1e-3 relative error where logits are in the tens of
+    thousands. A row that sees nothing has output 0 and log-sum-exp -inf. Other slots keep what they held.
     """
     module = _IMPLEMENTATIONS[resolve_implementation(implementation)]
     _check(q, k, v, tiles)
@@ -68,8 +70,8 @@ def tile_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of `tile_forward` for the same entries.
 
-    d_out: (Q, B, G, E), the output's cotangent; lse: (Q, B, G) float32 from the forward pass; delta: (Q, B, G)
-    float32, the sum over E of d_out * out. dq: (Q, B, G, D) is returned with the executed slots replaced. dk:
+    d_out: (Q, B, G, E), the output's cotangent; lse: (Q, B, G, 2) float32 from the forward pass; delta:
+    (Q, B, G) float32, the sum over E of d_out * out. dq: (Q, B, G, D) is returned with the executed slots replaced. dk:
     (K, B, D) and dv: (K, B, E), float32, are returned with this wave's contributions added, in the order of the
     entries, so the same tables give the same bits.
     """

@@ -112,7 +112,7 @@ def _active(tiles: Tiles) -> jax.Array:
 
 
 def _dense(q: jax.Array, k: jax.Array, v: jax.Array, tiles: Tiles, options: TileOptions) -> tuple[jax.Array, jax.Array]:
-    """Output (X, B, G, E) and log-sum-exp (X, B, G) of every entry, float32; entries that do not run see nothing."""
+    """Output (X, B, G, E) and log-sum-exp (X, B, G, 2) of every entry, float32; entries that do not run see nothing."""
     block = q.shape[1]
     entries, table = tiles.entries, jnp.arange(tiles.pages.shape[0], dtype=jnp.int32)
     step = table[None, :] - entries[:, PAGE_BASE, None]
@@ -133,20 +133,20 @@ def _dense(q: jax.Array, k: jax.Array, v: jax.Array, tiles: Tiles, options: Tile
     logits = cap_logits(logits, options).reshape(*shape[:3], -1)
     weights, lse = _masked_softmax(logits, visible[:, None].reshape(shape[0], 1, shape[2], -1))
     out = jnp.einsum("xgikj,kje->xige", weights.reshape(shape), v.astype(_f32), precision=_highest)
-    return out, lse.transpose(0, 2, 1)
+    return out, lse.transpose(0, 2, 1, 3)
 
 
 def _masked_softmax(logits: jax.Array, visible: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Softmax over the visible last axis and its log-sum-exp; zeros and -inf for a row that sees nothing."""
+    """Softmax over the visible last axis, and its log-sum-exp in two parts (..., 2) as `api.tile_forward` has them;
+    zeros and -inf for a row that sees nothing."""
     masked = jnp.where(visible, logits, -jnp.inf)
-    top = masked.max(axis=-1, keepdims=True)
-    top = lax.stop_gradient(jnp.where(jnp.isneginf(top), 0.0, top))
-    weights = jnp.where(visible, jnp.exp(masked - top), 0.0)
+    top = lax.stop_gradient(masked.max(axis=-1, keepdims=True))
+    shift = jnp.where(jnp.isneginf(top), 0.0, top)
+    weights = jnp.where(visible, jnp.exp(masked - shift), 0.0)
     total = weights.sum(axis=-1, keepdims=True)
     empty = total == 0.0
     safe_total = jnp.where(empty, 1.0, total)
-    lse = jnp.where(empty, -jnp.inf, top + jnp.log(safe_total))
-    return weights / safe_total, lse[..., 0]
+    return weights / safe_total, jnp.concatenate([top, jnp.log(safe_total)], axis=-1)
 
 
 def _scale(scale: float | None, head_dim: int) -> float:

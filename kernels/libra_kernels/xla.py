@@ -65,7 +65,7 @@ def forward(
         empty = total == 0.0
         safe_total = jnp.where(empty, 1.0, total)
         rows_out = (acc / safe_total[:, None]).astype(out.dtype)
-        rows_lse = jnp.where(empty, -jnp.inf, top + jnp.log(safe_total))
+        rows_lse = jnp.stack([top, jnp.log(safe_total)], axis=1)
         out = _put(out, rows_out.reshape(out.shape[1:]), slot)
         lse = _put(lse, rows_lse.reshape(lse.shape[1:]), slot)
         return out, lse
@@ -97,7 +97,7 @@ def backward(
         slot = entry[Q_SLOT]
         q_rows, d_rows = _at(q, slot).astype(_f32), _at(d_out, slot).astype(_f32)
         first = _at(tiles.first_visible, slot)
-        lse_rows = _at(lse, slot).reshape(rows, 1)
+        top, log_total = jnp.split(_at(lse, slot).reshape(rows, 2), 2, axis=1)
         delta_rows = _at(delta, slot).reshape(rows, 1)
 
         def one_page(j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]):
@@ -106,7 +106,7 @@ def backward(
             k_page, v_page = _at(k, page).astype(_f32), _at(v, page).astype(_f32)
             logits = _logits(q_rows, k_page, options)
             visible = _visible(first, entry[BLOCK], entry[FIRST_PAGE] + j, block, group)
-            weights = jnp.where(visible, jnp.exp(logits - lse_rows), 0.0)
+            weights = jnp.where(visible, jnp.exp(logits - top - log_total), 0.0)
             d_weights = _matmul_t(d_rows, v_page)
             d_logits = weights * (d_weights - delta_rows) * cap_slope(logits, options) * options.scale
             # A masked logit may be large enough for 0 * inf above; the mask has the last word.
