@@ -31,15 +31,16 @@ LAYERS: dict[str, tuple[list[str], set[str]]] = {
     **{name: (HOST[:i], {"numpy"}) for i, name in enumerate(HOST)},
     **{name: (HOST + DEVICE[:i], {"numpy", "jax", "jaxtyping", "libra_kernels"}) for i, name in enumerate(DEVICE)},
     "data": (HOST, {"numpy", "grain"}),
-    "inspect_corpus": ([*HOST, "data"], {"numpy", "rich", "matplotlib"}),
+    "plots": ([], {"numpy", "matplotlib"}),
+    "inspect_corpus": ([*HOST, "data", "plots"], {"numpy", "rich"}),
     "models": (HOST + DEVICE, {"numpy", "jax", "jaxtyping", "flax", "libra_kernels"}),
     "train": (
-        [*HOST, *DEVICE, "data", "models"],
-        {"numpy", "jax", "jaxtyping", "flax", "optax", "orbax", "grain", "rich", "matplotlib"},
+        [*HOST, *DEVICE, "data", "plots", "models"],
+        {"numpy", "jax", "jaxtyping", "flax", "optax", "orbax", "grain", "rich"},
     ),
     "cli": (
-        [*HOST, *DEVICE, "data", "inspect_corpus", "models", "train"],
-        {"numpy", "jax", "rich", "tyro", "matplotlib"},
+        [*HOST, *DEVICE, "data", "plots", "inspect_corpus", "models", "train"],
+        {"rich", "tyro"},
     ),
 }
 LAYERS["layers"][1].add("flax")
