@@ -5,6 +5,7 @@ Case ids (C01 ...) are those of shared scenarios that other training frameworks 
 
 import dataclasses
 import json
+import pickle
 import random
 import subprocess
 import sys
@@ -52,6 +53,7 @@ def served(sampler, steps):
 # ---------------------------------------------------------------------------------------------------------- documents
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 200), max_size=20), st.integers(1, 60))
 def test_cut_keeps_every_token_once(lengths, seq_len):
     document, start, length = cut(np.array(lengths, np.int64), seq_len)
@@ -429,6 +431,7 @@ def test_bad_sampler_is_refused_by_name(options, words):
 # ------------------------------------------------------------------------------------------------------------ batches
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 12), max_size=5), st.integers(0, 5))
 def test_c08_targets_never_cross_a_document(lengths, padding):
     documents = [np.arange(length, dtype=np.int32) + 100 * (d + 1) for d, length in enumerate(lengths)]
@@ -520,6 +523,12 @@ def test_c10_what_does_not_touch_the_data_may_change():
     assert sorted(next(start)["sequence_ids"].ravel()) == sorted(next(other)["sequence_ids"].ravel())
     start.close()
     other.close()
+
+
+def test_a_sampler_can_be_sent_to_another_process():
+    sampler = PoolSampler([[8 + i] for i in range(20)], small_spec(), pools=2, seed=3)
+    copy = pickle.loads(pickle.dumps(sampler))
+    assert served(copy, range(8)) == served(sampler, range(8))
 
 
 def test_lists_that_do_not_belong_together_are_refused():

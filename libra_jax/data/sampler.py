@@ -63,7 +63,6 @@ class PoolSampler:
                 "leaves out what does not; use last_step='pad' or smaller steps"
             )
         self.seconds = np.array([sequence_seconds(sizes, spec, cost) for sizes in self.lengths])
-        self._order = functools.lru_cache(maxsize=4)(self._epoch_order)
 
     @property
     def sequences_per_step(self) -> int:
@@ -84,16 +83,13 @@ class PoolSampler:
             raise IndexError(f"step ({step}) must be 0 or more")
         epoch, within = divmod(step, self.steps_per_epoch)
         size = self.sequences_per_step
-        taken = self._order(epoch)[within * size : (within + 1) * size]
+        taken = _epoch_order(len(self.lengths), self.seed, epoch)[within * size : (within + 1) * size]
         return np.concatenate([taken, np.full(size - len(taken), EMPTY, np.int64)])
 
     def __getitem__(self, step: int) -> np.ndarray:
         sequences = self.step_sequences(step)
         work = np.where(sequences == EMPTY, 0.0, self.seconds[sequences])
         return sequences[place(work, self.spec.pool_size, self.pools, self.across)]
-
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng([self.seed, epoch]).permutation(len(self.lengths))
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -105,3 +101,10 @@ class PoolSampler:
         for sizes in self.lengths:
             digest.update(sizes.tobytes() + b"\n")
         return digest.hexdigest()[:16]
+
+
+@functools.lru_cache(maxsize=4)
+def _epoch_order(sequences: int, seed: int, epoch: int) -> np.ndarray:
+    order = np.random.default_rng([seed, epoch]).permutation(sequences)
+    order.flags.writeable = False
+    return order
