@@ -198,10 +198,10 @@ def _pieces(
     work = np.concatenate([[0], np.cumsum(num_pages, dtype=np.int64)])
     end = len(blocks)
     while end:
-        # A piece for every rank: as long as it has room for, to within half a block. (N,) start, (N, C) pages from
-        # each part, (N,) blocks from other ranks.
+        # For every rank the piece it could take, as long as it has work and room left for, to within half a block:
+        # start (N,), pages to fetch from each part (N, C), blocks moved from another rank (N,).
         limit = work[end] - ledger.work_left - 0.5 * num_pages[end - 1]
-        start = np.minimum(np.searchsorted(work, limit), end)
+        start = np.minimum(np.maximum(np.searchsorted(work, limit), end - (room.blocks - ledger.blocks)), end)
         if (start == end).all():  # nobody: the roomiest takes one block
             start = np.where(ledger.work_left == ledger.work_left.max(), end - 1, end)
         first = first_page[np.minimum(start, end - 1)]
