@@ -33,7 +33,7 @@ sequence. A lane is one (sequence, kv head). A part is what one rank is home to:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -119,12 +119,21 @@ def leaving(
 
 @dataclasses.dataclass
 class _Ledger:
-    """What every rank has taken on so far: (N,) arrays. The limits are the target and `spec.room`."""
+    """What every rank has taken on so far, (N,) each; the limits are its target and `spec.room`."""
 
     work_left: np.ndarray  # pages to visit until the target; negative above it
     blocks: np.ndarray  # query blocks received
-    pages: np.ndarray  # pages received
+    pages: np.ndarray  # pages received; one that two pieces of a lane need counts twice
     copies: np.ndarray  # page copies sent
+
+
+class _Lane(NamedTuple):
+    """The n blocks that leave one lane, in order."""
+
+    group: np.ndarray  # (C,) ranks of the lane's CP group
+    blocks: np.ndarray  # (n,)
+    first_page: np.ndarray  # (n,)
+    work: np.ndarray  # (n + 1,) pages visited by the blocks before
 
 
 def pour(
@@ -137,25 +146,30 @@ def pour(
 ) -> tuple[np.ndarray, bool]:
     """Gives the blocks that leave home (P, K, nb) bool to ranks below their target (N,).
 
-    -> executor (P, K, nb) int32, and whether it fits `spec.room`; blocks that nobody has room for stay home.
+    -> executor (P, K, nb) int32, and whether it fits `spec.room`; where it does not, some blocks are left at home.
 
     scarce: there was no room for the plan without. Choose by pages alone: they are what fills the room.
     """
-    block_cost = 0 if scarce else spec.group
-    K = spec.num_kv_heads
+    K, C = spec.num_kv_heads, spec.cp
     executor = np.repeat(home_ranks(spec)[:, None], K, axis=1)
     ledger = _kept(leaves, first_page, num_pages, spec, target)
-    fits = bool((ledger.pages <= spec.room.pages).all() and (ledger.copies <= spec.room.sent_pages).all())
+    if (ledger.pages > spec.room.pages).any() or (ledger.copies > spec.room.sent_pages).any():
+        return executor, False
     poured = np.where(leaves, num_pages[:, None], 0).sum(2)  # (P, K) work
-    for lane in np.argsort(-poured, axis=None, kind="stable")[: np.count_nonzero(poured)]:
-        p, h = divmod(int(lane), K)
+    for number in np.argsort(-poured, axis=None, kind="stable")[: np.count_nonzero(poured)]:
+        p, h = divmod(int(number), K)
         blocks = np.flatnonzero(leaves[p, h])
-        columns = first_page[p, blocks], num_pages[p, blocks]
-        for start, end, rank in _pieces(p, blocks, *columns, block_cost, spec, ledger):
-            if rank is None:
+        work = np.concatenate([[0], np.cumsum(num_pages[p, blocks], dtype=np.int64)])
+        lane = _Lane(p * C + np.arange(C), blocks, first_page[p, blocks], work)
+        end = len(blocks)
+        while end:
+            piece = _best_piece(lane, end, 0 if scarce else spec.group, spec, ledger)
+            if piece is None:
                 return executor, False
+            rank, start = piece
             executor[p, h, blocks[start:end]] = rank
-    return executor, fits
+            end = start
+    return executor, True
 
 
 def _kept(
@@ -171,57 +185,55 @@ def _kept(
     fetches = fetches & ~leaves.reshape(P, K, C, width)
     first = np.take_along_axis(first_page.reshape(P, 1, C, width), fetches.argmax(-1)[..., None], -1)[..., 0]
     pages = np.where(fetches.any(-1), begin[:, 0] - first, 0).sum(1)  # (P, C)
-    copies = np.roll(pages, -1, axis=1)  # the first part fetches nothing
+    copies = np.roll(pages, -1, axis=1)  # the part before sends them; the first part fetches nothing
     return _Ledger(target - work, np.zeros(N, np.int64), pages.reshape(N), copies.reshape(N))
 
 
-def _pieces(
-    p: int,
-    blocks: np.ndarray,
-    first_page: np.ndarray,
-    num_pages: np.ndarray,
-    block_cost: float,
-    spec: PoolSpec,
-    ledger: _Ledger,
-) -> Iterator[tuple[int, int, int | None]]:
-    """Cuts the n blocks that leave one lane of sequence p into pieces, last block first, and books them.
+def _best_piece(lane: _Lane, end: int, block_cost: float, spec: PoolSpec, ledger: _Ledger) -> tuple[int, int] | None:
+    """Chooses who executes the blocks before `end`, and from which on, and books it. -> (rank, start).
 
-    blocks, first_page, num_pages: (n,) int, ascending.
-    block_cost: what moving a block costs, in pages.
-    Yields (start, end, rank): blocks[start:end] go to rank; None: no rank has room for them.
+    block_cost: what a block that moves costs, in pages.
+    None: no rank has room.
     """
-    C, width, room = spec.cp, spec.blocks_per_rank, spec.room
-    part = np.arange(C)
-    group = p * C + part  # the ranks of the lane's own CP group
-    part_pages = part * width, part * width + width  # (C,) begin and end
-    part_blocks = np.searchsorted(blocks, part_pages)  # (2, C) the same, as indices into blocks
-    work = np.concatenate([[0], np.cumsum(num_pages, dtype=np.int64)])
-    end = len(blocks)
-    while end:
-        # For every rank the piece it could take, as long as it has work and room left for, to within half a block:
-        # start (N,), pages to fetch from each part (N, C), blocks moved from another rank (N,).
-        limit = work[end] - ledger.work_left - 0.5 * num_pages[end - 1]
-        start = np.minimum(np.maximum(np.searchsorted(work, limit), end - (room.blocks - ledger.blocks)), end)
-        if (start == end).all():  # nobody: the roomiest takes one block
-            start = np.where(ledger.work_left == ledger.work_left.max(), end - 1, end)
-        first = first_page[np.minimum(start, end - 1)]
-        pages = np.minimum(part_pages[1], blocks[end - 1] + 1) - np.maximum(part_pages[0], first[:, None])
-        pages = np.maximum(pages, 0)
-        pages[group, part] = 0
-        moved = end - start
-        moved[group] -= np.maximum(np.minimum(part_blocks[1], end) - np.maximum(part_blocks[0], start[group]), 0)
-        fetched = pages.sum(1)
-        can = (start < end) & (ledger.blocks + moved <= room.blocks) & (ledger.pages + fetched <= room.pages)
-        can &= (ledger.copies[group] + pages <= room.sent_pages).all(1)
-        if not can.any():
-            yield 0, end, None
-            return
-        cost = np.where(can, (fetched + block_cost * moved) / np.maximum(work[end] - work[start], 1), np.inf)
-        rank = int(np.lexsort((ledger.work_left, cost))[0])  # of several with equal cost the fullest
-        begin = int(start[rank])
-        ledger.work_left[rank] -= work[end] - work[begin]
-        ledger.blocks[rank] += moved[rank]
-        ledger.pages[rank] += fetched[rank]
-        ledger.copies[group] += pages[rank]
-        yield begin, end, rank
-        end = begin
+    room, start = spec.room, _starts(lane, end, spec, ledger)
+    pages, moved = _traffic(lane, start, end, spec)
+    fetched = pages.sum(1)
+    can = (start < end) & (ledger.blocks + moved <= room.blocks) & (ledger.pages + fetched <= room.pages)
+    can &= (ledger.copies[lane.group] + pages <= room.sent_pages).all(1)
+    if not can.any():
+        return None
+    work = lane.work[end] - lane.work[start]
+    cost = np.where(can, (fetched + block_cost * moved) / np.maximum(work, 1), np.inf)
+    rank = int(np.lexsort((ledger.work_left, cost))[0])  # of several with equal cost the fullest
+    ledger.work_left[rank] -= work[rank]
+    ledger.blocks[rank] += moved[rank]
+    ledger.pages[rank] += fetched[rank]
+    ledger.copies[lane.group] += pages[rank]
+    return rank, int(start[rank])
+
+
+def _starts(lane: _Lane, end: int, spec: PoolSpec, ledger: _Ledger) -> np.ndarray:
+    """(N,) where the longest piece up to `end` starts that each rank has work left for, to within half a block."""
+    half_a_block = 0.5 * (lane.work[end] - lane.work[end - 1])
+    start = np.searchsorted(lane.work, lane.work[end] - ledger.work_left - half_a_block)
+    start = np.maximum(start, end - (spec.room.blocks - ledger.blocks))
+    if (start >= end).all():  # nobody: the rank with the most work left takes one block
+        return np.where(ledger.work_left == ledger.work_left.max(), end - 1, end)
+    return np.minimum(start, end)
+
+
+def _traffic(lane: _Lane, start: np.ndarray, end: int, spec: PoolSpec) -> tuple[np.ndarray, np.ndarray]:
+    """What each rank would receive for its piece, from start (N,) up to `end`.
+
+    -> pages (N, C) from each part of the lane, blocks (N,), none of either from itself.
+    """
+    part = np.arange(spec.cp)
+    part_begin, part_end = part * spec.blocks_per_rank, (part + 1) * spec.blocks_per_rank
+    first = lane.first_page[np.minimum(start, end - 1)]
+    pages = np.minimum(part_end, lane.blocks[end - 1] + 1) - np.maximum(part_begin, first[:, None])
+    pages = np.maximum(pages, 0)
+    pages[lane.group, part] = 0
+    own_begin, own_end = np.searchsorted(lane.blocks, (part_begin, part_end))
+    moved = end - start
+    moved[lane.group] -= np.maximum(np.minimum(own_end, end) - np.maximum(own_begin, start[lane.group]), 0)
+    return pages, moved
