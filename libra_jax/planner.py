@@ -57,7 +57,7 @@ def pooled(first_page: np.ndarray, num_pages: np.ndarray, spec: PoolSpec, speed:
     share = work_share(num_pages, spec, speed)
 
     def attempt(raised: float) -> tuple[np.ndarray, bool]:
-        scarce = raised > 0
+        scarce = raised > 0.01  # the first raise is for a last run that no rank had room for
         target = (1 + raised) * share
         leaves = leaving(first_page, num_pages, spec, target, scarce)
         return pour(leaves, first_page, num_pages, spec, target, scarce)
