@@ -6,7 +6,7 @@ BIN = .venv/bin
 WORKERS = 2
 ARGS =
 
-.PHONY: help setup demo test lint unit format requirements wheel clean distclean
+.PHONY: help setup demo test lint unit format bench requirements wheel clean distclean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -31,6 +31,11 @@ unit: setup ## the tests alone; ARGS="tests/test_x.py -k name" picks some
 format: setup ## let ruff rewrite the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+bench: setup ## run the benchmarks: tables here, JSON and reports in benchmarks/reports
+	mkdir -p benchmarks/reports
+	$(BIN)/python -m benchmarks.planner --json benchmarks/reports/planner.json --report benchmarks/reports/planner.md
+	$(BIN)/python -m benchmarks.attention_cpu --json benchmarks/reports/attention_cpu.json
 
 requirements: setup ## pin requirements.txt anew from pyproject.toml; ARGS=--upgrade takes newer versions
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.12 --group dev --no-emit-index-url \
