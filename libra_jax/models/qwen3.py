@@ -14,7 +14,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from libra_jax.attention import LSE_NAME, OUT_NAME, SEQUENCE_SPEC
 from libra_jax.layers import LibraAttention, RMSNorm
@@ -153,17 +153,22 @@ class Qwen3(nnx.Module):
         """
         dtype = jnp.dtype(self.config.compute_dtype)
         home = NamedSharding(self.mesh, SEQUENCE_SPEC)
-        x = jax.lax.with_sharding_constraint(self.embedding[...].astype(dtype)[tokens], home)
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        x = jax.lax.with_sharding_constraint(self.embedding[...], whole).astype(dtype)[tokens]
+        x = jax.lax.with_sharding_constraint(x, home)
         graph, weights = nnx.split(self.layers)
 
         def layer(x: jax.Array, weights: nnx.State) -> tuple[jax.Array, None]:
+            # FSDP: weights are gathered where they are used; left alone, the compiler may move activations instead.
+            weights = jax.lax.with_sharding_constraint(weights, whole)
             return jax.lax.with_sharding_constraint(nnx.merge(graph, weights)(x, positions, plans), home), None
 
         if self.config.remat != "none":
             layer = jax.checkpoint(layer, policy=_REMAT[self.config.remat])
         x, _ = jax.lax.scan(layer, x, weights)
         table = self.embedding if self.config.tied_embeddings else self.head
-        return jnp.einsum("std,vd->stv", self.norm(x), table[...].astype(dtype), preferred_element_type=jnp.float32)
+        table = jax.lax.with_sharding_constraint(table[...], whole).astype(dtype)
+        return jnp.einsum("std,vd->stv", self.norm(x), table, preferred_element_type=jnp.float32)
 
 
 def cross_entropy_sum(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:

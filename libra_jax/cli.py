@@ -1,0 +1,185 @@
+"""The `libra` command: `libra train CONFIG`, `libra inspect PATH`.
+
+Each command imports what it needs when it runs: help and `inspect` never wait for JAX. A mistake of the user's is
+answered by one message on stderr and exit status 2, a run that could not go on by status 1, Ctrl-C by 130.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from libra_jax.train.config import TrainConfig
+
+CONFIGS = Path("configs")
+
+
+class UsageError(Exception):
+    """What the user asked for is not there; the message says what is."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        print(_overview())
+        return 0 if args else 2
+    if args[0] == "--version":
+        from libra_jax import __version__
+
+        print(f"libra {__version__}")
+        return 0
+    try:
+        if args[0] not in COMMANDS:
+            raise UsageError(_unknown("command", args[0], list(COMMANDS)))
+        return COMMANDS[args[0]][1](args[1:])
+    except UsageError as error:
+        return _complain(error, 2)
+    except KeyboardInterrupt:
+        return _complain("stopped by the user", 130)
+
+
+def train(args: list[str]) -> int:
+    if not args or args[0] in ("-h", "--help"):
+        print(_train_help())
+        return 0 if args else 2
+    name, overrides = args[0], args[1:]
+    if name.startswith("-"):
+        raise UsageError(f"the config comes first: libra train CONFIG {' '.join(args)}")
+    config = override(load_config(name), overrides, prog=f"libra train {name}")
+
+    from rich.console import Console
+
+    from libra_jax.train.loop import RunStopped
+    from libra_jax.train.loop import train as run
+    from libra_jax.train.report import report
+
+    console = Console(highlight=False)
+    try:
+        result = run(config, console)
+    except (ValueError, OSError) as error:
+        return _complain(error, 2)
+    except RunStopped as error:
+        return _complain(error, 1)
+    except KeyboardInterrupt:
+        return _complain(f"stopped by the user; `libra train {' '.join(args)}` goes on from the last checkpoint", 130)
+    report(config, result, console, command=f"libra train {name}")
+    return 0
+
+
+def inspect(args: list[str]) -> int:
+    import tyro
+
+    from libra_jax import inspect_corpus
+
+    positional = (tyro.conf.PositionalRequiredArgs,)
+    options = tyro.cli(inspect_corpus.InspectOptions, args=args, prog="libra inspect", config=positional)
+    try:
+        return inspect_corpus.run(options)
+    except (ValueError, OSError) as error:
+        return _complain(error, 2)
+
+
+COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
+    "train": ("train a model, or go on with a run that stopped", train),
+    "inspect": ("show how skewed a corpus is, and what that costs", inspect),
+}
+
+
+def config_path(name: str, folder: Path = CONFIGS) -> Path:
+    """The file of a config: a path as it is, a name in `folder`. Raises UsageError with the nearest name."""
+    if name.endswith(".py") or "/" in name:
+        if not Path(name).is_file():
+            raise UsageError(f"there is no file {name}")
+        return Path(name)
+    path = folder / f"{name}.py"
+    if not path.is_file():
+        there = sorted(file.stem for file in folder.glob("[!_]*.py"))
+        if not there:
+            raise UsageError(
+                f"there is no config {name!r}: the folder {folder.absolute()} has none; give a path instead"
+            )
+        raise UsageError(_unknown("config", name, there))
+    return path
+
+
+def load_config(name: str) -> TrainConfig:
+    """Calls `config()` of the file that `name` stands for. Raises UsageError if it cannot give a TrainConfig."""
+    path = config_path(name)
+    spec = importlib.util.spec_from_file_location(f"libra_config_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        config = module.config() if hasattr(module, "config") else None
+    except (SyntaxError, ImportError, ValueError, TypeError) as error:
+        raise UsageError(f"{path} could not be loaded: {type(error).__name__}: {error}") from error
+
+    from libra_jax.train.config import TrainConfig
+
+    if not isinstance(config, TrainConfig):
+        raise UsageError(f"{path} must have a function `config() -> TrainConfig`, got {type(config).__name__} from it")
+    return config
+
+
+def override(config: TrainConfig, args: list[str], prog: str) -> TrainConfig:
+    """`config` with the fields that `args` name. Unknown names are refused with the nearest ones, status 2."""
+    import tyro
+
+    from libra_jax.train.config import TrainConfig
+
+    try:
+        return tyro.cli(TrainConfig, default=config, args=args, prog=prog)
+    except ValueError as error:
+        raise UsageError(error) from error
+
+
+def _overview() -> str:
+    width = max(len(name) for name in COMMANDS)
+    lines = "\n".join(f"  {name:<{width}}  {what}" for name, (what, _) in COMMANDS.items())
+    return f"usage: libra COMMAND ...\n\n{lines}\n\nlibra COMMAND --help says more."
+
+
+def _train_help() -> str:
+    lines = [
+        "usage: libra train CONFIG [--FIELD VALUE ...]",
+        "",
+        "CONFIG is a name in ./configs, or a path to a Python file with a function config() -> TrainConfig.",
+        "libra train CONFIG --help lists every field that can be overridden, its type and its value in that config.",
+        "Started again with the same run folder, a run goes on from its last checkpoint.",
+    ]
+    found = sorted(CONFIGS.glob("[!_]*.py"))
+    if found:
+        width = max(len(path.stem) for path in found)
+        lines += ["", "configs:"] + [f"  {path.stem:<{width}}  {_first_line(path)}" for path in found]
+    return "\n".join(lines)
+
+
+def _first_line(path: Path) -> str:
+    """First line of a file's docstring, without running it."""
+    try:
+        return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+    except (OSError, SyntaxError, ValueError):
+        return ""
+
+
+def _unknown(what: str, name: str, there: list[str]) -> str:
+    near = difflib.get_close_matches(name, there, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]}?" if near else "."
+    return f"there is no {what} {name!r}{hint} There are: {', '.join(there)}"
+
+
+def _complain(message: object, status: int) -> int:
+    print(f"libra: {message}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""Everything that defines a training run, as frozen dataclasses.
+
+A file in `configs/` is a Python function `config() -> TrainConfig`; `libra train` lets a user override any field by
+name. Numbers that belong together are stated once: the mesh says how many pools, sequences in a pool and ranks to a
+sequence there are, the model says the heads, and the `PoolSpec` of the run follows from both. Fields made with `free`
+may change when a run is resumed; any other must stay as it was, because data, weights or ranks depend on it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from libra_jax.data import DataConfig
+from libra_jax.models.qwen3 import Qwen3Config
+from libra_jax.spec import PoolSpec
+
+
+def free(default: Any) -> Any:
+    """A field with this default that may change between a run and its resumption."""
+    return dataclasses.field(default=default, metadata={"may_change": True})
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    if value < least:
+        raise ValueError(f"{name} ({value}) must be at least {least}")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """How the devices are laid out. pools * pool_size * cp of them are needed."""
+
+    pools: int = 1
+    """Pools side by side (mesh axis "pool")."""
+    pool_size: int = 1
+    """Packed sequences in a pool (mesh axis "dp")."""
+    cp: int = 1
+    """Ranks that hold one sequence (mesh axis "cp")."""
+    cpu_devices: int | None = free(None)
+    """Virtual devices to make when the platform is cpu; None leaves it as JAX has it."""
+
+    def __post_init__(self) -> None:
+        for name in ("pools", "pool_size", "cp"):
+            _at_least(f"mesh.{name}", getattr(self, name), 1)
+        if self.cpu_devices is not None:
+            _at_least("mesh.cpu_devices", self.cpu_devices, 1)
+
+    @property
+    def sequences(self) -> int:
+        """Packed sequences in one micro-step."""
+        return self.pools * self.pool_size
+
+    @property
+    def devices(self) -> int:
+        return self.sequences * self.cp
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """The pooled attention operator."""
+
+    block: int = 128
+    """Tokens in a block and in a page."""
+    waves: int = free(2)
+    """Kernel launches a step is cut into, see `PoolSpec`."""
+    capacity: float | None = free(None)
+    """Room for what a rank receives, in units of its home blocks; None chooses."""
+    window: int | None = None
+    """A query sees at most this many keys, its own included; None: its whole document."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW, gradients clipped by their global norm, warm-up from zero and a cosine down to a share of the peak."""
+
+    learning_rate: float = free(3e-4)
+    """Peak of the schedule."""
+    warmup_steps: int = free(100)
+    """Steps from zero to the peak."""
+    decay_steps: int | None = free(None)
+    """Step at which the cosine ends; None: the last step of the run."""
+    final_share: float = free(0.1)
+    """Learning rate after decay_steps, as a share of the peak."""
+    b1: float = free(0.9)
+    """Decay of the mean of gradients."""
+    b2: float = free(0.95)
+    """Decay of the mean of squared gradients."""
+    eps: float = free(1e-8)
+    """Added to the root of the mean square."""
+    weight_decay: float = free(0.1)
+    """Pull of weights towards zero, times the learning rate; norms and embeddings are left out."""
+    clip_norm: float = free(1.0)
+    """Gradients longer than this are shortened to it."""
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "eps", "clip_norm"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"optimizer.{name} ({getattr(self, name)}) must be above 0")
+        _at_least("optimizer.warmup_steps", self.warmup_steps, 0)
+        _at_least("optimizer.weight_decay", self.weight_decay, 0)
+        for name in ("b1", "b2", "final_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"optimizer.{name} ({getattr(self, name)}) must be between 0 and 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """When a run saves itself. The last step is always saved."""
+
+    every: int = free(100)
+    """Steps between checkpoints."""
+    keep: int = free(2)
+    """Newest checkpoints to keep; older ones are deleted."""
+
+    def __post_init__(self) -> None:
+        _at_least("checkpoint.every", self.every, 1)
+        _at_least("checkpoint.keep", self.keep, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """One training run."""
+
+    model: Qwen3Config
+    data: DataConfig
+    mesh: MeshConfig
+    attention: AttentionConfig = AttentionConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    seq_len: int = 4096
+    """Tokens in a packed sequence, padding included."""
+    micro_steps: int = 1
+    """Micro-steps whose gradients are added up for one optimizer step; each has pools * pool_size sequences."""
+    steps: int = free(1000)
+    """Optimizer steps of the whole run."""
+    seed: int = 0
+    """Of the first weights and of the order of the data."""
+    run_dir: str = free("runs/default")
+    """Folder for checkpoints, metrics and pictures; started again with the same folder, a run goes on."""
+
+    def __post_init__(self) -> None:
+        _at_least("micro_steps", self.micro_steps, 1)
+        _at_least("steps", self.steps, 1)
+        self.spec  # noqa: B018  refuses shapes that do not fit together
+
+    @property
+    def spec(self) -> PoolSpec:
+        """The pool's shapes, as model, mesh and attention state them."""
+        return PoolSpec(
+            seq_len=self.seq_len,
+            pool_size=self.mesh.pool_size,
+            cp=self.mesh.cp,
+            num_heads=self.model.num_heads,
+            num_kv_heads=self.model.num_kv_heads,
+            head_dim=self.model.head_dim,
+            block=self.attention.block,
+            waves=self.attention.waves,
+            capacity=self.attention.capacity,
+            window=self.attention.window,
+            dtype=self.model.compute_dtype,
+        )
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one optimizer step, padding included."""
+        return self.micro_steps * self.mesh.sequences * self.seq_len
+
+
+def fixed_values(config: Any, prefix: str = "") -> dict[str, Any]:
+    """{dotted field name: value} of all fields that a resumed run must have as they were; values as JSON has them."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), prefix + field.name
+        if field.metadata.get("may_change"):
+            continue
+        if dataclasses.is_dataclass(value):
+            values |= fixed_values(value, name + ".")
+        else:
+            values[name] = list(value) if isinstance(value, tuple) else value
+    return values
+
+
+def refuse_changes(saved: dict[str, Any], now: dict[str, Any], where: str) -> None:
+    """Raises ValueError naming every value that differs between a checkpoint and the run that wants to go on from it.
+
+    saved, now: {"config": from `fixed_values`, "data": what the data is}. where: the run's folder, for the message.
+    Other data is only spoken of when the config is the same: another config often means other data.
+    """
+    absent = "nothing"
+    for part, way_out in (
+        ("config", "Set them back to go on with it, or give another --run-dir to start a new run."),
+        ("data", "The files it read have changed since. Give another --run-dir to start a new run."),
+    ):
+        there, here = saved[part], now[part]
+        names = [*there, *(name for name in here if name not in there)]
+        changed = [name for name in names if there.get(name, absent) != here.get(name, absent)]
+        if changed:
+            lines = [f"  {n}: {there.get(n, absent)!r} there, {here.get(n, absent)!r} now" for n in changed]
+            what = "values" if part == "config" else "data"
+            raise ValueError("\n".join([f"the run in {where} was made with other {what}:", *lines, way_out]))

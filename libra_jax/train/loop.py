@@ -1,0 +1,211 @@
+"""The training run: from a config to weights in the run folder, whatever interrupts it on the way.
+
+Started with the folder of an earlier run, it goes on from that run's newest whole checkpoint: same state, same data
+position, so the same losses, bit for bit, as one run without a stop. What a user can get wrong is refused, with a
+message, before the first step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from libra_jax.data import open_batches
+from libra_jax.plan import check_batch
+from libra_jax.train import metrics
+from libra_jax.train.checkpoint import Checkpoints
+from libra_jax.train.config import TrainConfig, fixed_values
+from libra_jax.train.mesh import batch_shardings, make_mesh, start_devices
+from libra_jax.train.step import compile_step, plan_state
+
+
+class RunStopped(Exception):
+    """The run cannot go on. The message says why, and what is left to go on from."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """Where a run keeps everything. One process at a time may hold it."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A run that has done its steps. records: its whole curve, that of earlier starts included.
+
+    plain_work, libra_work: pages that each rank visits in the last step, (micro_steps, pools, N): every rank working
+    on what it holds, sequences as they were packed; and as it was run.
+    """
+
+    folder: RunFolder
+    records: list[metrics.StepRecord]
+    plain_work: np.ndarray
+    libra_work: np.ndarray
+
+
+def train(config: TrainConfig, console: Console) -> Result:
+    """Trains until `config.steps` steps are done, or finds that they are.
+
+    Raises ValueError or OSError, before the first step, for what does not fit together: mesh and devices, run folder
+    and config, data. Raises RunStopped when a loss is not finite or the disk takes no more.
+    """
+    start_devices(config.mesh)
+    mesh = make_mesh(config.mesh)
+    with hold_folder(Path(config.run_dir)) as folder:
+        batches = open_batches(config.data, config.spec, config.mesh.pools, config.micro_steps, config.seed)
+        values = {"config": fixed_values(config), "data": batches.identity}
+        with contextlib.closing(batches), Checkpoints(folder.checkpoints, config.checkpoint) as checkpoints:
+            for name in checkpoints.set_aside:
+                console.print(f"a checkpoint in {folder.checkpoints} was not whole and is called {name} now")
+            checkpoints.refuse_changes(values)
+            describe(config, mesh, console)
+            done = checkpoints.latest_step or 0
+            if done < config.steps:
+                _train_steps(config, mesh, folder, batches, checkpoints, values, console)
+            else:
+                console.print(f"this run has done its {done} steps already; --steps {2 * done} goes on with it")
+            records = metrics.read_metrics(folder.metrics)
+            last = batches.batches[records[-1].step - 1]
+            plain = metrics.baselines(last["lengths"], config.spec, config.mesh.pools)["home"]
+            return Result(folder, records, plain, metrics.planned_work(last["stats"], config.mesh.pools))
+
+
+def _train_steps(
+    config: TrainConfig,
+    mesh: Mesh,
+    folder: RunFolder,
+    batches: Any,
+    checkpoints: Checkpoints,
+    values: dict[str, Any],
+    console: Console,
+) -> None:
+    blueprint = plan_state(config, mesh)
+    done = checkpoints.latest_step or 0
+    state = checkpoints.restore(blueprint.shapes, batches) if done else blueprint.init()
+    if done:
+        console.print(f"going on from step {done} of {config.steps}, saved in {folder.checkpoints}")
+    curve = metrics.MetricsFile(folder.metrics, done)
+    (folder.path / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+
+    compiled = None
+    with contextlib.closing(curve), _progress(console) as progress:
+        bar = progress.add_task("compiling", total=config.steps, completed=done)
+        for step in range(done + 1, config.steps + 1):
+            begin = time.perf_counter()
+            batch = next(batches)
+            arrays = {name: batch[name] for name in ("tokens", "targets", "positions")}
+            plans = batch["plans"]
+            check_batch(plans, batch["segment_ids"].reshape(-1, config.seq_len))
+            if compiled is None:
+                waited = time.perf_counter()
+                compiled = compile_step(config, mesh, blueprint, arrays, plans)
+                console.print(f"compiled in {time.perf_counter() - waited:.1f} s, once for the whole run")
+                metrics.print_header(console)
+                progress.update(bar, description="training")
+                begin += time.perf_counter() - waited
+            state, numbers = compiled(state, *jax.device_put((arrays, plans), batch_shardings(mesh, arrays, plans)))
+            numbers = {name: value.item() for name, value in jax.device_get(numbers).items()}
+            record = _record(config, step, batch, numbers, time.perf_counter() - begin)
+            _refuse_non_finite(record, batch, checkpoints)
+            with _disk(folder, step, checkpoints):
+                curve.append(record)
+                checkpoints.save(step, state, batches, values, last=step == config.steps)
+            metrics.print_step(console, record, config.steps)
+            progress.update(bar, completed=step)
+
+
+def _record(config: TrainConfig, step: int, batch: Any, numbers: dict[str, Any], seconds: float) -> metrics.StepRecord:
+    spec, pools = config.spec, config.mesh.pools
+    arrived = metrics.baselines(batch["lengths"], spec, pools)
+    work = metrics.planned_work(batch["stats"], pools)
+    tokens = int((batch["segment_ids"] > 0).sum())
+    return metrics.StepRecord(
+        step=step,
+        tokens=tokens,
+        seconds=seconds,
+        tokens_per_second=tokens / seconds,
+        imbalance_home=metrics.imbalance(arrived["home"]),
+        imbalance_ulysses=metrics.imbalance(arrived["ulysses"]),
+        imbalance_libra=metrics.imbalance(work),
+        fallbacks=sum(plan.fallback is not None for plan in batch["stats"]),
+        **numbers,
+    )
+
+
+def _refuse_non_finite(record: metrics.StepRecord, batch: Any, checkpoints: Checkpoints) -> None:
+    if math.isfinite(record.loss) and math.isfinite(record.grad_norm):
+        return
+    raise RunStopped(
+        f"step {record.step}: loss {record.loss}, gradient norm {record.grad_norm}. The run stops here and keeps "
+        f"nothing of this step. Its sequences: {batch['sequence_ids'].reshape(-1).tolist()}. {_left(checkpoints)}"
+    )
+
+
+def _left(checkpoints: Checkpoints) -> str:
+    step = checkpoints.latest_step
+    return "There is no checkpoint yet." if step is None else f"The newest whole checkpoint is that of step {step}."
+
+
+@contextlib.contextmanager
+def _disk(folder: RunFolder, step: int, checkpoints: Checkpoints) -> Iterator[None]:
+    """Turns what a full or vanished disk raises, whoever notices it, into RunStopped."""
+    try:
+        yield
+    except Exception as error:
+        raise RunStopped(f"step {step} could not be saved in {folder.path}: {error}. {_left(checkpoints)}") from error
+
+
+@contextlib.contextmanager
+def hold_folder(path: Path) -> Iterator[RunFolder]:
+    """Makes the run folder and holds it. OSError if it cannot be written, ValueError if another process holds it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / "lock").open("w")
+    except OSError as error:
+        raise OSError(f"the run folder {path} cannot be written: {error.strerror}; set --run-dir") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process is training in {path}; wait for it, or set --run-dir") from None
+        yield RunFolder(path)
+
+
+def describe(config: TrainConfig, mesh: Mesh, console: Console) -> None:
+    """Prints what is about to be trained, on what."""
+    shape, spec, platform = config.mesh, config.spec, mesh.devices.flat[0].platform
+    console.print(
+        f"Qwen3 with {config.model.num_parameters:,} parameters on {mesh.size} {platform} devices: "
+        f"{shape.pools} pools x {shape.pool_size} sequences x {shape.cp} ranks"
+    )
+    console.print(
+        f"{config.step_tokens:,} tokens a step: {config.micro_steps} micro-steps x {shape.sequences} sequences x "
+        f"{spec.seq_len} tokens"
+    )
+
+
+def _progress(console: Console) -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    return Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal, transient=True)

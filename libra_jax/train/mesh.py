@@ -1,0 +1,74 @@
+"""The mesh of a run, and how its arrays lie on it.
+
+Mesh axes ("pool", "dp", "cp"): which pool, which sequence in it, which rank of the sequence's CP group. Batches are
+sharded like the sequences, parameters and optimizer state over all ranks, one dimension each, FSDP-style.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from libra_jax.train.config import MeshConfig
+
+AXES = ("pool", "dp", "cp")
+
+
+def start_devices(config: MeshConfig) -> None:
+    """Makes the virtual CPU devices a config asks for. Has to be called before JAX is first used; else RuntimeError.
+
+    Only when the platform is cpu: by JAX_PLATFORMS, or because JAX finds nothing better.
+    """
+    if config.cpu_devices is None:
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", config.cpu_devices)
+    except RuntimeError as error:
+        if jax.default_backend() == "cpu" and len(jax.devices()) != config.cpu_devices:
+            raise RuntimeError(
+                f"mesh.cpu_devices ({config.cpu_devices}) cannot be made: JAX has already started with "
+                f"{len(jax.devices())} devices"
+            ) from error
+
+
+def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
+    """The mesh (pools, pool_size, cp) with axes "pool", "dp", "cp".
+
+    devices: None takes all there are. Raises ValueError with both numbers if the mesh does not fit them.
+    """
+    found = jax.devices() if devices is None else devices
+    if config.devices != len(found):
+        way_out = "; set --mesh.cpu-devices" if found[0].platform == "cpu" else ""
+        raise ValueError(
+            f"the mesh needs pools * pool_size * cp = {config.pools} * {config.pool_size} * {config.cp} = "
+            f"{config.devices} devices, and there are {len(found)} ({found[0].platform}){way_out}"
+        )
+    shape = (config.pools, config.pool_size, config.cp)
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=found)
+
+
+def batch_shardings(mesh: Mesh, arrays: dict[str, Any], plans: Any) -> tuple[dict[str, NamedSharding], Any]:
+    """Shardings of a step's arrays (micro_steps, sequences, seq_len) and tables (micro_steps, pools, dp, cp, ...)."""
+    rows = NamedSharding(mesh, PartitionSpec(None, ("pool", "dp"), "cp"))
+    tables = NamedSharding(mesh, PartitionSpec(None, *AXES))
+    return dict.fromkeys(arrays, rows), jax.tree.map(lambda _: tables, plans)
+
+
+def state_shardings(mesh: Mesh, state: Any) -> Any:
+    """Shardings of a state's arrays (or their shapes): the longest dimension that all ranks divide, else replicated.
+
+    The first dimension of stacked layers is never chosen: a scan takes one slice of it at a time.
+    """
+    ranks = mesh.size
+
+    def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        stacked = any(getattr(key, "key", None) == "layers" for key in path)
+        fits = [d for d in range(1 if stacked else 0, len(leaf.shape)) if leaf.shape[d] % ranks == 0]
+        if not fits:
+            return NamedSharding(mesh, PartitionSpec())
+        longest = max(fits, key=lambda d: leaf.shape[d])
+        return NamedSharding(mesh, PartitionSpec(*[AXES if d == longest else None for d in range(len(leaf.shape))]))
+
+    return jax.tree.map_with_path(sharding, state)

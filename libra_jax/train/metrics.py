@@ -1,0 +1,179 @@
+"""What a run reports: one JSON line per step in the run folder, one row in the terminal, one summary at the end.
+
+Takes the numbers of a step and the document lengths that it trained on; gives records. The file is the whole curve
+of the run: when a run goes on from a checkpoint, lines of steps that will be done again are dropped first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from libra_jax import planner
+from libra_jax.plan import PlanStats
+from libra_jax.planner import Policy
+from libra_jax.spec import PoolSpec
+from libra_jax.workload import block_pages
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step.
+
+    loss: mean over the targets of the step, before its update. grad_norm: before clipping. tokens: without padding.
+    seconds: from asking for the batch to having the loss. tokens_per_second: tokens / seconds.
+    imbalance_*: time over time with perfect balance, counted in pages: each micro-step lasts as long as the busiest
+    rank of all pools. 1.0 is perfect. `home`: plain context parallelism, every rank works on the queries it holds.
+    `ulysses`: every sequence's heads are dealt to its CP group. `libra`: the plans that were run. The first two take
+    the step's sequences in the order in which they were packed, `libra` as they were placed.
+    fallbacks: pools of the step whose plan did not fit and was replaced by the head-parallel one.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    targets: int
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    imbalance_home: float
+    imbalance_ulysses: float
+    imbalance_libra: float
+    fallbacks: int
+
+
+def policy_work(lengths: Sequence[Sequence[int]], spec: PoolSpec, policy: Policy) -> np.ndarray:
+    """(N,) pages that each rank of a pool visits when `policy` assigns them. lengths: of its sequences' documents."""
+    pages = [block_pages(sequence, spec) for sequence in lengths]
+    first, number = np.stack([p.first_page for p in pages]), np.stack([p.num_pages for p in pages])
+    executor = policy(first, number, spec, np.ones(spec.ranks))
+    each = np.broadcast_to(number[:, None], executor.shape)
+    return np.bincount(executor.reshape(-1), each.reshape(-1), minlength=spec.ranks).astype(np.int64)
+
+
+def step_work(lengths: Sequence[Sequence[int]], spec: PoolSpec, pools: int, policy: Policy) -> np.ndarray:
+    """(micro_steps, pools, N) pages visited; lengths: of the step's sequences, a pool's after another's."""
+    size = spec.pool_size
+    per_pool = [policy_work(lengths[i : i + size], spec, policy) for i in range(0, len(lengths), size)]
+    return np.stack(per_pool).reshape(-1, pools, spec.ranks)
+
+
+def planned_work(stats: Sequence[PlanStats], pools: int) -> np.ndarray:
+    """(micro_steps, pools, N) pages visited as planned; stats: of the step's pools."""
+    work = np.stack([plan.work for plan in stats])
+    return work.reshape(-1, pools, work.shape[1])
+
+
+def imbalance(work: np.ndarray) -> float:
+    """Time of a step over its time with perfect balance. work: (micro_steps, pools, N)."""
+    ranks = work.shape[1] * work.shape[2]
+    return float(work.max(axis=(1, 2)).sum() * ranks / work.sum()) if work.any() else 1.0
+
+
+def baselines(lengths: Sequence[Sequence[int]], spec: PoolSpec, pools: int) -> dict[str, np.ndarray]:
+    """{"home", "ulysses"}: (micro_steps, pools, N) pages visited without Libra; see `StepRecord`."""
+    return {
+        "home": step_work(lengths, spec, pools, planner.at_home),
+        "ulysses": step_work(lengths, spec, pools, planner.head_parallel),
+    }
+
+
+class MetricsFile:
+    """`metrics.jsonl` of a run folder: one line per step, on disk when `append` returns."""
+
+    def __init__(self, path: Path, steps_done: int) -> None:
+        """Opens the file for the step after `steps_done`; later lines and a torn last line are dropped."""
+        kept = [record for record in read_metrics(path) if record.step <= steps_done]
+        lines = "".join(_line(record) for record in kept)
+        if path.exists() and path.read_text() != lines:
+            part = path.with_suffix(".part")
+            part.write_text(lines)
+            part.replace(path)
+        self._file = path.open("a")
+
+    def append(self, record: StepRecord) -> None:
+        self._file.write(_line(record))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[StepRecord]:
+    """The records of a metrics file in order, up to the first line that is not whole; [] where there is no file."""
+    records: list[StepRecord] = []
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                records.append(StepRecord(**json.loads(line)))
+            except (json.JSONDecodeError, TypeError):
+                break
+    return records
+
+
+def _line(record: StepRecord) -> str:
+    return json.dumps(dataclasses.asdict(record)) + "\n"
+
+
+_WIDTHS = (9, 8, 10, 13, 10, 9, 8, 6)  # 79 characters with the gaps
+
+
+def print_header(console: Console) -> None:
+    columns = ("step", "loss", "grad norm", "learning rate", "tokens/s", "plain CP", "Ulysses", "Libra")
+    over = f"{'imbalance: time / time if work were even':>{sum(_WIDTHS) + len(_WIDTHS) - 1}}"
+    console.print(over, _row(columns), sep="\n", style="bold", soft_wrap=True)
+
+
+def print_step(console: Console, record: StepRecord, steps: int) -> None:
+    values = (
+        f"{record.step}/{steps}",
+        f"{record.loss:.4f}",
+        f"{record.grad_norm:.3f}",
+        f"{record.learning_rate:.2e}",
+        f"{record.tokens_per_second:,.0f}",
+        f"{record.imbalance_home:.2f}",
+        f"{record.imbalance_ulysses:.2f}",
+        f"{record.imbalance_libra:.2f}",
+    )
+    console.print(_row(values), soft_wrap=True)
+
+
+def _row(values: Sequence[str]) -> str:
+    return " ".join(f"{value:>{width}}" for value, width in zip(values, _WIDTHS, strict=True))
+
+
+def summary(records: Sequence[StepRecord], facts: dict[str, Any]) -> Table:
+    """The table a run ends with. records: the whole curve, at least one. facts: further rows, name to value."""
+    tenth = max(len(records) // 10, 1)
+
+    def mean(name: str, part: Sequence[StepRecord]) -> float:
+        return float(np.mean([getattr(record, name) for record in part]))
+
+    steady = float(np.median([record.seconds for record in records]))
+    rows = {
+        "steps": f"{records[-1].step}",
+        "loss, first and last tenth": f"{mean('loss', records[:tenth]):.4f} → {mean('loss', records[-tenth:]):.4f}",
+        "tokens trained on": f"{sum(r.tokens for r in records):,}",
+        "median step": f"{steady:.2f} s",
+        "tokens per second, mean": f"{sum(r.tokens for r in records) / sum(r.seconds for r in records):,.0f}",
+        "imbalance, plain CP (ranks work on what they hold)": f"{mean('imbalance_home', records):.3f}",
+        "imbalance, Ulysses (heads dealt to the CP group)": f"{mean('imbalance_ulysses', records):.3f}",
+        "imbalance, Libra (as it was run)": f"{mean('imbalance_libra', records):.3f}",
+        "attention time, plain CP / Libra": (
+            f"{mean('imbalance_home', records) / mean('imbalance_libra', records):.2f}, modelled from the work"
+        ),
+    }
+    table = Table(title="Summary", show_header=False, title_justify="left")
+    for name, value in (rows | {name: str(value) for name, value in facts.items()}).items():
+        table.add_row(name, value)
+    return table

@@ -1,0 +1,170 @@
+"""One optimizer step, compiled once for a whole run.
+
+Takes the state, a batch of micro-steps and their plans; gives the next state and a few numbers. Gradients of the
+micro-steps are added up by a scan, and divided once by the number of targets in the whole step, so that neither the
+number of micro-steps nor how documents were packed changes loss or gradients beyond rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from libra_jax.models.qwen3 import Qwen3, cross_entropy_sum
+from libra_jax.train.config import OptimizerConfig, TrainConfig
+from libra_jax.train.mesh import batch_shardings, state_shardings
+
+State = dict[str, Any]
+"""{"params": nested dict of float32 arrays, "optimizer": optax state, "step": int32, steps done}."""
+LossSum = Callable[[Any, Any], tuple[jax.Array, jax.Array]]
+
+
+def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Learning rate of update number `count` = 0, 1, ...: the first is peak / warmup_steps, not zero.
+
+    steps: of the whole run; where the cosine ends if the config does not say. Raises ValueError if the warm-up does
+    not end before it.
+    """
+    end = steps if config.decay_steps is None else config.decay_steps
+    if config.warmup_steps >= end:
+        raise ValueError(
+            f"optimizer.warmup_steps ({config.warmup_steps}) must be below the step at which the cosine ends ({end}: "
+            f"{'steps' if config.decay_steps is None else 'optimizer.decay_steps'})"
+        )
+
+    def schedule(count: jax.Array) -> jax.Array:
+        step = jnp.asarray(count, jnp.float32) + 1
+        warmup = step / max(config.warmup_steps, 1)
+        done = jnp.clip((step - config.warmup_steps) / (end - config.warmup_steps), 0, 1)
+        cosine = config.final_share + (1 - config.final_share) * 0.5 * (1 + jnp.cos(jnp.pi * done))
+        return config.learning_rate * jnp.where(step < config.warmup_steps, warmup, cosine)
+
+    return schedule
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """AdamW behind clipping by the global norm. Only the matrices inside the layers decay."""
+
+    def decays(params: Any) -> Any:
+        def is_matrix(path: tuple[Any, ...], leaf: Any) -> bool:
+            return len(leaf.shape) >= 3 and any(getattr(key, "key", None) == "layers" for key in path)
+
+        return jax.tree.map_with_path(is_matrix, params)
+
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(
+            learning_rate(config, steps),
+            b1=config.b1,
+            b2=config.b2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            mask=decays,
+        ),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Blueprint:
+    """A run's state before it is made. graph: the model for `nnx.merge`; shapes: of the state, with shardings;
+    init(): makes it, sharded, from the config's seed alone."""
+
+    graph: Any
+    shapes: State
+    init: Callable[[], State]
+
+
+def plan_state(config: TrainConfig, mesh: Mesh) -> Blueprint:
+    """What the state of a run looks like and how to make it; nothing is allocated yet."""
+    spec = config.spec
+    optimizer = make_optimizer(config.optimizer, config.steps)
+
+    def build() -> Qwen3:
+        return Qwen3(config.model, spec, mesh, rngs=nnx.Rngs(config.seed))
+
+    def init() -> State:
+        params = nnx.to_pure_dict(nnx.state(build(), nnx.Param))
+        return {"params": params, "optimizer": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
+
+    graph, _ = nnx.split(nnx.eval_shape(build))
+    shapes = jax.eval_shape(init)
+    shardings = state_shardings(mesh, shapes)
+    shapes = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+    return Blueprint(graph, shapes, jax.jit(init, out_shardings=shardings))
+
+
+def mean_loss_and_gradients(loss_sum: LossSum, params: Any, micro_batches: Any) -> tuple[jax.Array, Any, jax.Array]:
+    """Token-weighted mean loss over all micro-steps, its gradient, and the number of targets.
+
+    loss_sum(params, micro_batch) -> (sum of losses float32, number of targets int32). micro_batches: arrays with a
+    leading micro-step axis. Loss is 0 and gradients are 0 where there is no target at all.
+    """
+
+    def add(total: Any, micro_batch: Any) -> tuple[Any, None]:
+        loss, targets, gradients = total
+        (loss_here, targets_here), gradients_here = jax.value_and_grad(loss_sum, has_aux=True)(params, micro_batch)
+        return (loss + loss_here, targets + targets_here, jax.tree.map(jnp.add, gradients, gradients_here)), None
+
+    nothing = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params)
+    (loss, targets, gradients), _ = jax.lax.scan(add, nothing, micro_batches)
+    share = 1 / jnp.maximum(targets, 1).astype(jnp.float32)
+    return loss * share, jax.tree.map(lambda g: g * share, gradients), targets
+
+
+def make_step(config: TrainConfig, graph: Any) -> Callable[[State, Any, Any], tuple[State, Any]]:
+    """step(state, arrays, plans) -> (state, metrics), to be compiled by `compile_step`.
+
+    arrays: {"tokens", "targets", "positions"}: (micro_steps, sequences, seq_len) int32. plans: PlanTables with leading
+    (micro_steps, pools, dp, cp). metrics: {"loss", "grad_norm", "learning_rate", "targets"} scalars; loss and
+    grad_norm are of the weights that came in.
+    """
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    schedule = learning_rate(config.optimizer, config.steps)
+
+    def loss_sum(params: Any, micro_batch: Any) -> tuple[jax.Array, jax.Array]:
+        arrays, plans = micro_batch
+        logits = nnx.merge(graph, params)(arrays["tokens"], arrays["positions"], plans)
+        return cross_entropy_sum(logits, arrays["targets"])
+
+    def step(state: State, arrays: Any, plans: Any) -> tuple[State, Any]:
+        params = state["params"]
+        loss, gradients, targets = mean_loss_and_gradients(loss_sum, params, (arrays, plans))
+        with jax.numpy_dtype_promotion("standard"):  # optax raises a float to a whole-number power
+            updates, optimizer_state = optimizer.update(gradients, state["optimizer"], params)
+        metrics = {
+            "loss": loss,
+            "grad_norm": optax.tree.norm(gradients),
+            "learning_rate": schedule(state["step"]),
+            "targets": targets,
+        }
+        after = {
+            "params": optax.apply_updates(params, updates),
+            "optimizer": optimizer_state,
+            "step": state["step"] + 1,
+        }
+        return after, metrics
+
+    return step
+
+
+def compile_step(config: TrainConfig, mesh: Mesh, blueprint: Blueprint, arrays: Any, plans: Any) -> Any:
+    """The step as one compiled program. It donates the state and refuses any other shape: it cannot recompile.
+
+    arrays, plans: of any one step, or their shapes.
+    """
+    states = jax.tree.map(lambda x: x.sharding, blueprint.shapes)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    jitted = jax.jit(
+        make_step(config, blueprint.graph),
+        donate_argnums=0,
+        in_shardings=(states, *batch_shardings(mesh, arrays, plans)),
+        out_shardings=(states, everywhere),
+    )
+    return jitted.lower(blueprint.shapes, arrays, plans).compile()
