@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 from libra_kernels import PADDING, TileOptions, Tiles, resolve_implementation, tile_backward, tile_forward
 
@@ -87,6 +87,7 @@ def libra_attention(
         soft_cap=None if soft_cap is None else _positive("soft_cap", soft_cap),
     )
     static = _Static(spec, options, resolve_implementation(implementation), resolve_transport(transport))
+    q, k, v, plans = _laid_out(q, k, v, plans, mesh)
     on_rank = jax.shard_map(
         functools.partial(_on_rank, static=static),
         mesh=mesh,
@@ -95,6 +96,18 @@ def libra_attention(
         check_vma=False,
     )
     return on_rank(q, k, v, plans)
+
+
+def _laid_out(
+    q: jax.Array, k: jax.Array, v: jax.Array, plans: PlanTables, mesh: Mesh
+) -> tuple[jax.Array, jax.Array, jax.Array, PlanTables]:
+    """The arguments as they must lie on the mesh. On Auto axes the compiler sees to that; on Explicit ones, which
+    `jax.make_mesh` makes unless told otherwise, an array's sharding is part of its type and has to be stated."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return q, k, v, plans
+    sequences, tables = NamedSharding(mesh, SEQUENCE_SPEC), NamedSharding(mesh, PLAN_SPEC)
+    q, k, v = (jax.reshard(x, sequences) for x in (q, k, v))
+    return q, k, v, jax.tree.map(lambda table: jax.reshard(jnp.asarray(table), tables), plans)
 
 
 def _on_rank(q: jax.Array, k: jax.Array, v: jax.Array, plans: PlanTables, *, static: _Static) -> jax.Array:
@@ -282,17 +295,24 @@ def _join(home: Sequence[jax.Array], received: jax.Array) -> list[jax.Array]:
 def _row_dots(a: jax.Array, b: jax.Array, tables: PlanTables) -> jax.Array:
     """Sums over the last axis of a * b in float32, for blocks (H', B, G, E) -> (H', B, G).
 
-    One block after the other: the order in which XLA adds, and whether it fuses multiply and add, follows from the
-    shape, and must not depend on how many blocks a rank is home to (dq has the same bits on every mesh). The number
-    of turns is read from the tables, because a loop that is known to turn once is unrolled into its surroundings.
+    On CPUs one block after the other: the order in which XLA:CPU adds, and whether it fuses multiply and add, follows
+    from the shape, and must not depend on how many blocks a rank is home to (dq has the same bits on every mesh). The
+    number of turns is read from the tables, because a loop that is known to turn once is unrolled into its
+    surroundings. On GPUs a row is one warp's, whatever the number of rows, and thousands of turns would cost launches.
     """
     turns = tables.wave_offsets[0] + a.shape[0]  # the first offset is 0
 
-    def one_block(i: jax.Array, sums: jax.Array) -> jax.Array:
-        row_a, row_b = (lax.dynamic_index_in_dim(x, i, 0, keepdims=False).astype(jnp.float32) for x in (a, b))
-        return lax.dynamic_update_index_in_dim(sums, jnp.sum(row_a * row_b, axis=-1), i, 0)
+    def in_turn(a: jax.Array, b: jax.Array, turns: jax.Array) -> jax.Array:
+        def one_block(i: jax.Array, sums: jax.Array) -> jax.Array:
+            row_a, row_b = (lax.dynamic_index_in_dim(x, i, 0, keepdims=False).astype(jnp.float32) for x in (a, b))
+            return lax.dynamic_update_index_in_dim(sums, jnp.sum(row_a * row_b, axis=-1), i, 0)
 
-    return lax.fori_loop(0, turns, one_block, jnp.zeros(a.shape[:-1], jnp.float32))
+        return lax.fori_loop(0, turns, one_block, jnp.zeros(a.shape[:-1], jnp.float32))
+
+    def at_once(a: jax.Array, b: jax.Array, turns: jax.Array) -> jax.Array:
+        return jnp.sum(a.astype(jnp.float32) * b.astype(jnp.float32), axis=-1)
+
+    return lax.platform_dependent(a, b, turns, cpu=in_turn, default=at_once)
 
 
 def _tiles(tables: PlanTables, wave: int, first_visible: jax.Array) -> Tiles:
