@@ -103,7 +103,6 @@ def leaving(
         goes_on = np.zeros((P, C, width), bool)  # into the next part
         goes_on[:, :-1] = pages[:, :-1] == pages[:, 1:, :1]
         far |= (reach > 0) & goes_on.reshape(N, width)
-    far &= work > 0
     leaves = np.repeat(far[:, None], K, axis=1)  # (N, K, width)
     near = [np.where((reach > 0) & ~far, work, 0), np.where(reach > 0, 0, work)]
     excess = K * (near[0] + near[1]).sum(1) - target

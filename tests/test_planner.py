@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from libra_jax import planner
@@ -237,6 +237,57 @@ def test_what_the_planner_says_fits_does_fit(pool, extra):
             assert need.sent_pages * spec.home_blocks <= spec.room.sent_pages
 
 
+@given(pool=pools(), scarce=st.booleans())
+@example(pool=(small_spec(2, 3, 2, 4, window=10), [[48], [48]]), scarce=False)
+@settings(deadline=None, max_examples=150)
+def test_the_ledger_starts_with_what_blocks_at_home_fetch(pool, scarce):
+    spec, lengths = pool
+    first, count = pages_of(lengths, spec)
+    target = planner.work_share(count, spec, np.ones(spec.ranks))
+    leaves = planner.leaving(first, count, spec, target, scarce)
+    ledger = planner._kept(leaves, first, count, spec, target)
+    home = planner.at_home(first, count, spec, np.ones(spec.ranks))
+    pages, work = set(), np.zeros(spec.ranks, np.int64)
+    for p, h, b in np.argwhere(~leaves):
+        work[home[p, h, b]] += count[p, b]
+        for page in range(first[p, b], b + 1) if count[p, b] else ():
+            if home_of(spec, p, page) != home[p, h, b]:
+                pages.add((p, h, page, home[p, h, b]))
+    readers = [reader for *_, reader in pages]
+    senders = [home_of(spec, p, page) for p, _, page, _ in pages]
+    assert ledger.pages.tolist() == np.bincount(readers, minlength=spec.ranks).tolist()
+    assert ledger.copies.tolist() == np.bincount(senders, minlength=spec.ranks).tolist()
+    assert np.allclose(ledger.work_left, target - work)
+    assert not ledger.blocks.any()
+
+
+@given(pool=pools(), data=st.data())
+@settings(deadline=None, max_examples=150)
+def test_the_traffic_of_a_piece_is_what_its_blocks_see_elsewhere(pool, data):
+    spec, lengths = pool
+    first, count = pages_of(lengths, spec)
+    p = data.draw(st.integers(0, spec.pool_size - 1))
+    real = np.flatnonzero(count[p])
+    chosen = data.draw(st.lists(st.sampled_from(real.tolist()), unique=True)) if len(real) else []
+    if not chosen:
+        return
+    blocks = np.sort(chosen)
+    end = data.draw(st.integers(1, len(blocks)))
+    start = np.array(data.draw(st.lists(st.integers(0, end), min_size=spec.ranks, max_size=spec.ranks)))
+    work = np.concatenate([[0], np.cumsum(count[p, blocks])])
+    lane = planner._Lane(p * spec.cp + np.arange(spec.cp), blocks, first[p, blocks], work)
+    pages, moved_blocks = planner._traffic(lane, start, end, spec)
+    for rank in range(spec.ranks):
+        piece = blocks[start[rank] : end]
+        assert moved_blocks[rank] == sum(home_of(spec, p, b) != rank for b in piece)
+        if len(piece):
+            # A piece fetches everything between the first page it sees and its last block, gaps included.
+            seen = np.arange(first[p, piece[0]], piece[-1] + 1) // spec.blocks_per_rank
+            expected = np.bincount(seen, minlength=spec.cp)
+            expected[lane.group == rank] = 0
+            assert pages[rank].tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize(
     ("pool_size", "cp", "kv_heads", "width"), [(2, 1, 1, 4), (2, 1, 2, 3), (3, 1, 1, 3), (1, 2, 2, 2), (2, 2, 1, 2)]
 )
@@ -319,10 +370,10 @@ def test_short_room_raises_the_shares_no_more_than_it_must():
     first, count = pages_of(lengths, spec)
     imbalance = {}
     for sent in (8.0, 4.0, 2.0):
-        tight = dataclasses.replace(spec, capacity=Capacity(1.0, 4.0, sent))
+        tight = dataclasses.replace(spec, capacity=Capacity(0.75, 4.0, sent))
         executor = planner.pooled(first, count, tight, np.ones(16))
         need = needs(executor, first, count, tight)
-        assert need.blocks <= 1.0 and need.pages <= 4.0 and need.sent_pages <= sent
+        assert need.blocks <= 0.75 and need.pages <= 4.0 and need.sent_pages <= sent
         work = rank_work(executor, count, spec)
         imbalance[sent] = work.max() / work.mean()
     assert imbalance[8.0] <= 1 + count.max() * 16 / (2 * count.sum())
