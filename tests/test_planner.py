@@ -282,7 +282,7 @@ def test_the_traffic_of_a_piece_is_what_its_blocks_see_elsewhere(pool, data):
         assert moved_blocks[rank] == sum(home_of(spec, p, b) != rank for b in piece)
         if len(piece):
             # A piece fetches everything between the first page it sees and its last block, gaps included.
-            seen = np.arange(first[p, piece[0]], piece[-1] + 1) // spec.blocks_per_rank
+            seen = np.arange(int(first[p, piece[0]]), int(piece[-1]) + 1) // spec.blocks_per_rank
             expected = np.bincount(seen, minlength=spec.cp)
             expected[lane.group == rank] = 0
             assert pages[rank].tolist() == expected.tolist()
@@ -380,6 +380,17 @@ def test_short_room_raises_the_shares_no_more_than_it_must():
     # Two copies: each of two lanes is executed by two ranks besides the one that is home to its first page.
     assert imbalance[8.0] < imbalance[4.0] < imbalance[2.0] < 4.0
     assert imbalance[2.0] >= 16 / 5
+
+
+def test_room_for_blocks_holds_over_all_pieces_of_a_rank():
+    """Ranks 2 and 3 are idle and twice as fast: they should get two thirds of the work, and have room for a half."""
+    spec = small_spec(2, 2, 4, 16, capacity=Capacity(0.5, 4.0, 4.0))
+    first, count = pages_of([[BLOCK] * 32, []], spec)
+    speed = np.array([1.0, 1.0, 2.0, 2.0])
+    tight = rank_work(planner.pooled(first, count, spec, speed), count, spec)
+    assert tight.tolist() == [32, 32, 32, 32]
+    free = rank_work(planner.pooled(first, count, roomy(spec), speed), count, spec)
+    assert np.abs(free - 128 * speed / 6).max() <= 1
 
 
 def test_long_documents_move_in_long_runs():
