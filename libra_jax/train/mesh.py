@@ -33,7 +33,10 @@ def start_devices(config: MeshConfig) -> None:
             ) from error
 
 
-def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
+def make_mesh(
+    config: MeshConfig,
+    devices: list[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]  # jax exports it as a variable
+) -> Mesh:
     """The mesh (pools, pool_size, cp) with axes "pool", "dp", "cp".
 
     devices: None takes all there are. Raises ValueError with both numbers if the mesh does not fit them.

@@ -39,7 +39,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
             f"{'steps' if config.decay_steps is None else 'optimizer.decay_steps'})"
         )
 
-    def schedule(count: jax.Array) -> jax.Array:
+    def schedule(count: jax.typing.ArrayLike) -> jax.Array:
         step = jnp.asarray(count, jnp.float32) + 1
         warmup = step / max(config.warmup_steps, 1)
         done = jnp.clip((step - config.warmup_steps) / (end - config.warmup_steps), 0, 1)
