@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -88,14 +88,7 @@ def libra_attention(
     )
     static = _Static(spec, options, resolve_implementation(implementation), resolve_transport(transport))
     q, k, v, plans = _laid_out(q, k, v, plans, mesh)
-    on_rank = jax.shard_map(
-        functools.partial(_on_rank, static=static),
-        mesh=mesh,
-        in_specs=(SEQUENCE_SPEC, SEQUENCE_SPEC, SEQUENCE_SPEC, PLAN_SPEC),
-        out_specs=SEQUENCE_SPEC,
-        check_vma=False,
-    )
-    return on_rank(q, k, v, plans)
+    return _on_mesh(static, mesh)(q, k, v, plans)
 
 
 def _laid_out(
@@ -108,6 +101,22 @@ def _laid_out(
     sequences, tables = NamedSharding(mesh, SEQUENCE_SPEC), NamedSharding(mesh, PLAN_SPEC)
     q, k, v = (jax.reshard(x, sequences) for x in (q, k, v))
     return q, k, v, jax.tree.map(lambda table: jax.reshard(jnp.asarray(table), tables), plans)
+
+
+@functools.cache
+def _on_mesh(static: _Static, mesh: Mesh) -> Callable[..., jax.Array]:
+    """The operator over the whole mesh. Jitted and kept, so that layers of one shape are traced once, and a call
+    outside of jit is compiled as one program."""
+    return jax.jit(
+        jax.shard_map(
+            functools.partial(_on_rank, static=static),
+            mesh=mesh,
+            in_specs=(SEQUENCE_SPEC, SEQUENCE_SPEC, SEQUENCE_SPEC, PLAN_SPEC),
+            out_specs=SEQUENCE_SPEC,
+            axis_names=set(MESH_AXES),  # other axes of the mesh take no part, in the sums of gradients neither
+            check_vma=False,
+        )
+    )
 
 
 def _on_rank(q: jax.Array, k: jax.Array, v: jax.Array, plans: PlanTables, *, static: _Static) -> jax.Array:
