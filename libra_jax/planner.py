@@ -224,7 +224,8 @@ def _starts(lane: _Lane, end: int, spec: PoolSpec, ledger: _Ledger) -> np.ndarra
 def _traffic(lane: _Lane, start: np.ndarray, end: int, spec: PoolSpec) -> tuple[np.ndarray, np.ndarray]:
     """What each rank would receive for its piece, from start (N,) up to `end`.
 
-    -> pages (N, C) from each part of the lane, blocks (N,), none of either from itself.
+    -> pages (N, C) from each part of the lane, blocks (N,), none of either from itself. Pages between two documents of
+    a piece count too: never less than the piece needs.
     """
     part = np.arange(spec.cp)
     part_begin, part_end = part * spec.blocks_per_rank, (part + 1) * spec.blocks_per_rank
