@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from operator_base import (
     POLICIES,
     Inputs,
+    Result,
     assert_close,
     assert_padding_zero,
     collectives,
@@ -214,6 +215,23 @@ def test_2_collectives_stay_inside_the_pool(layout, transport):
         assert len(lines) == 4 * spec.exchanges, lines
 
 
+@pytest.mark.parametrize("axis", ["first", "last"])
+def test_2_other_axes_of_the_mesh_take_no_part(axis):
+    """An axis for tensors or stages beside ours: the same results, and nothing is exchanged or summed over it."""
+    names, sizes = ("pool", "dp", "cp"), (1, 2, 2)
+    names, sizes = (("other", *names), (2, *sizes)) if axis == "first" else ((*names, "other"), (*sizes, 2))
+    mesh = jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Auto,) * 4)
+    spec, rng, lengths = make_spec(2, 2, 4, 2), np.random.default_rng(16), [[64], [17, 1, 30]]
+    inputs = random_inputs(rng, 2, spec)
+    plans = make_plans(lengths, spec)
+    compiled = forward_and_backward(spec, mesh).lower(*on_mesh(inputs, plans, mesh)).compile()
+    result = Result(*(np.asarray(x) for x in compiled(*on_mesh(inputs, plans, mesh))))
+    assert_close(result, expected(inputs, lengths, spec))
+    pools = [{0, 1, 2, 3}, {4, 5, 6, 7}] if axis == "first" else [{0, 2, 4, 6}, {1, 3, 5, 7}]
+    groups = [group for line in collectives(compiled.as_text()) for group in groups_of(line)]
+    assert groups and all(any(group <= pool for pool in pools) for group in groups), groups
+
+
 def test_5_one_compilation_serves_all_batches():
     spec, mesh, rng = make_spec(2, 4), make_mesh(1, 2, 4), np.random.default_rng(11)
     step, compiled = forward_and_backward(spec, mesh), []
@@ -275,6 +293,15 @@ def test_8_changing_one_document_changes_no_bit_of_another():
         assert same_bits(after.out[~mine], before.out[~mine]) and not same_bits(after.out[mine], before.out[mine])
         for name in ("dq", "dk", "dv"):
             assert np.array_equal(getattr(after, name)[~mine], getattr(before, name)[~mine]), name
+
+
+def test_5_a_call_outside_of_jit_is_one_program_too():
+    spec, mesh, rng, lengths = make_spec(2, 2, 4, 2), make_mesh(1, 2, 2), np.random.default_rng(17), [[64], [17, 1, 30]]
+    inputs = random_inputs(rng, 2, spec)
+    for policy in POLICIES.values():
+        plans = make_plans(lengths, spec, policy)
+        out = libra_jax.libra_attention(*inputs[:3], plans, spec=spec, mesh=mesh)
+        np.testing.assert_allclose(out, expected(inputs, lengths, spec).out, atol=2e-5)
 
 
 document_lengths = st.lists(st.integers(1, S), max_size=12).map(
