@@ -52,8 +52,9 @@ class PoolSpec:
         width from v itself.
     waves: kernel launches a step is cut into. 1: all work after one exchange. W > 1: wave 0 is the work that needs no
         exchange, and each of the W - 1 exchanges feeds one later wave.
-    capacity: room for received blocks and pages. None chooses; a number is used for every field of `Capacity` that
-        has to be given; a `Capacity` sets them one by one. Less than the head-parallel plan needs is refused.
+    capacity: room for received blocks and pages. None chooses what balances real corpora (benchmarks/planner.py); a
+        number is used for every field of `Capacity` that has to be given; a `Capacity` sets them one by one. Less than
+        the head-parallel plan needs is refused.
     window: a query sees at most this many keys, its own included. None: all earlier keys of its document.
     dtype: the type of q, k and v that plans count bytes in ("float32", "bfloat16" or "float16").
 
@@ -229,7 +230,10 @@ def _resolve(spec: PoolSpec) -> Room:
     need, home, others = head_parallel_capacity(spec), spec.home_blocks, spec.ranks - 1
     asked = spec.capacity
     if asked is None:
-        asked = Capacity(blocks=1.0, pages=max(4.0, need.pages), sent_pages=max(6.0, need.sent_pages))
+        # Where one document is nearly all of the pool's work, ranks / kv heads ranks share each of its lanes, and all of
+        # them read its first page: perfect balance then needs that many copies.
+        readers = spec.ranks / spec.num_kv_heads + 1
+        asked = Capacity(blocks=1.0, pages=max(4.0, need.pages), sent_pages=max(6.0, need.sent_pages, readers))
     assert isinstance(asked, Capacity)
     blocks = min(round(asked.blocks * home), others * home)
     pages = min(round(asked.pages * home), others * home)
