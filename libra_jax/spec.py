@@ -52,9 +52,9 @@ class PoolSpec:
         width from v itself.
     waves: kernel launches a step is cut into. 1: all work after one exchange. W > 1: wave 0 is the work that needs no
         exchange, and each of the W - 1 exchanges feeds one later wave.
-    capacity: room for received blocks and pages. None chooses what balances real corpora (benchmarks/planner.py); a
-        number is used for every field of `Capacity` that has to be given; a `Capacity` sets them one by one. Less than
-        the head-parallel plan needs is refused.
+    capacity: room for received blocks and pages. None chooses what balances real corpora (benchmarks/planner.py). A
+        number gives every kind that many times the home blocks, or what the head-parallel plan needs if that is more,
+        so 0 is as little as possible. A `Capacity` sets each by itself, and is refused where it is less than that.
     window: a query sees at most this many keys, its own included. None: all earlier keys of its document.
     dtype: the type of q, k and v that plans count bytes in ("float32", "bfloat16" or "float16").
 
@@ -91,7 +91,10 @@ class PoolSpec:
             raise ValueError(f"dtype ({self.dtype!r}) must be one of {sorted(_ITEM_BYTES)}")
         room = self.capacity
         if isinstance(room, int | float) and not isinstance(room, bool):
-            room = Capacity(blocks=room, pages=room, sent_pages=room)
+            if not math.isfinite(room) or room < 0:
+                raise ValueError(f"capacity ({room}) must be a finite number, 0 or more")
+            need = head_parallel_capacity(self)
+            room = Capacity(max(room, need.blocks), max(room, need.pages), max(room, need.sent_pages))
             object.__setattr__(self, "capacity", room)
         if isinstance(room, Capacity):
             self._check_capacity(room)
@@ -230,8 +233,8 @@ def _resolve(spec: PoolSpec) -> Room:
     need, home, others = head_parallel_capacity(spec), spec.home_blocks, spec.ranks - 1
     asked = spec.capacity
     if asked is None:
-        # Where one document is nearly all of the pool's work, ranks / kv heads ranks share each of its lanes, and all of
-        # them read its first page: perfect balance then needs that many copies.
+        # Where one document is nearly all of the pool's work, ranks / kv heads ranks share each of its lanes, and all
+        # of them read its first page: perfect balance then needs that many copies.
         readers = spec.ranks / spec.num_kv_heads + 1
         asked = Capacity(blocks=1.0, pages=max(4.0, need.pages), sent_pages=max(6.0, need.sent_pages, readers))
     assert isinstance(asked, Capacity)

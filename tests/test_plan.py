@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from libra_jax import planner
 from libra_jax.plan import Plan, check_batch, plan_pool, stack_plans
-from libra_jax.spec import Capacity, PoolSpec
+from libra_jax.spec import Capacity, PoolSpec, head_parallel_capacity
 from libra_jax.tables import PlanTables
 from libra_jax.workload import PADDING
 
@@ -234,8 +234,6 @@ def test_a_plan_that_does_not_fit_falls_back_and_says_so():
 @given(pools())
 @settings(max_examples=100, deadline=None)
 def test_the_head_parallel_plan_fits_the_least_capacity(pool):
-    from libra_jax.spec import head_parallel_capacity
-
     spec, lengths, seed = pool
     tight = dataclasses.replace(spec, capacity=head_parallel_capacity(spec))
     plan = plan_pool(lengths, tight, policy=planner.random_plan(seed))  # whatever it does, there is a plan
@@ -286,7 +284,8 @@ def test_bad_input_is_refused_by_name(lengths, speed, words):
         ({"waves": -1}, ["waves", "-1"]),
         ({"dtype": "float64"}, ["float64"]),
         ({"window": 0}, ["window", "0"]),
-        ({"capacity": 0.25}, ["0.25", "cp 2"]),
+        ({"capacity": Capacity(0.25, 4, 4)}, ["capacity.blocks (0.25)", "cp 2"]),
+        ({"capacity": -1}, ["capacity", "-1"]),
         ({"capacity": float("nan")}, ["nan"]),
     ],
 )
@@ -296,6 +295,16 @@ def test_a_bad_spec_is_refused_by_name(change, words):
     with pytest.raises(ValueError) as error:
         PoolSpec(**(good | change))
     assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_number_as_capacity_is_no_less_than_the_head_parallel_plan_needs():
+    base = {"seq_len": 64, "pool_size": 2, "cp": 4, "num_heads": 4, "num_kv_heads": 1, "head_dim": 16, "block": 8}
+    need = head_parallel_capacity(PoolSpec(**base))
+    assert need.pages > 1
+    least = PoolSpec(**base, capacity=0).capacity
+    assert least == Capacity(need.blocks, need.pages, need.sent_pages)
+    assert PoolSpec(**base, capacity=5.0).capacity == Capacity(5.0, 5.0, 5.0)
+    assert plan_pool([[64], [64]], PoolSpec(**base, capacity=0)).stats.imbalance < 1.6
 
 
 def test_stacked_plans_share_a_spec_and_keep_their_shapes():
