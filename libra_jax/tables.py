@@ -183,8 +183,11 @@ def _transport(items: Routes, spec: PoolSpec, home_slot: np.ndarray) -> _Transpo
 
     sent, send_offsets = ordered(items.arrives, items.home, items.executor)
     landing, recv_offsets = ordered(items.arrives, items.executor, items.home)
-    back, return_offsets = ordered(items.returns, items.executor, items.home)
-    returned, returned_offsets = ordered(items.returns, items.home, items.executor)
+    if items.returns is items.arrives or x == 1:  # the way back is the way there: nothing new to sort
+        back, return_offsets, returned, returned_offsets = landing, recv_offsets, sent, send_offsets
+    else:
+        back, return_offsets = ordered(items.returns, items.executor, items.home)
+        returned, returned_offsets = ordered(items.returns, items.home, items.executor)
     return _Transport(
         landing=landing,
         returned=returned,
