@@ -353,7 +353,7 @@ CHECKPOINTS = {
 
 
 def test_scan_and_checkpoint_over_layers():
-    spec, mesh, rng = make_spec(2, 2), make_mesh(2, 2, 2), np.random.default_rng(15)
+    spec, mesh, rng = make_spec(2, 2, waves=1), make_mesh(2, 2, 2), np.random.default_rng(15)
     lengths = skewed_lengths(rng, 4, S)
     plans = make_plans(lengths, spec)
     visible = jnp.asarray(oracle.visibility(oracle.segments(lengths, S))[:, None])

@@ -23,6 +23,8 @@ from libra_jax.attention import SEQUENCE_SPEC
 from libra_jax.layers import LibraAttention, RMSNorm, attention_fn, current_plans, rotary, use_plan
 from libra_jax.spec import PoolSpec
 
+pytestmark = pytest.mark.filterwarnings("ignore:use_plan was entered with")  # many small plans in one process
+
 S, FEATURES = 64, 32
 BATCHES = [[[64], [9, 1, 30]], [[20, 44], [7] * 9], [[5], [33, 31]]]
 LENGTHS = BATCHES[0]
