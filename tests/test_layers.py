@@ -185,13 +185,13 @@ def test_the_public_surface_is_the_same_for_people_and_type_checkers() -> None:
 
 def test_host_side_and_command_line_leave_jax_alone_and_are_cheap() -> None:
     program = (
-        "import sys, time; start = time.perf_counter(); import libra_jax, {modules}\n"
-        "print(time.perf_counter() - start, *sorted(m for m in sys.modules if m in ('jax', 'jaxlib', 'flax', 'grain')))"
+        "import sys, time; start = time.process_time(); import libra_jax, {modules}\n"
+        "print(time.process_time() - start, *sorted(m for m in sys.modules if m in ('jax', 'jaxlib', 'flax', 'grain')))"
     ).format(modules=", ".join(f"libra_jax.{name}" for name in [*HOST, "cli"]))
     outputs = [
         subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
         for _ in range(3)
     ]
     assert all(len(output) == 1 for output in outputs), f"they import {outputs[0][1:]}"
-    seconds = min(float(output[0]) for output in outputs)  # the least of three: other processes may be busy
-    assert seconds < 0.8, f"importing them takes {seconds:.2f} s, most of it should be NumPy's 0.1 to 0.2 s"
+    seconds = min(float(output[0]) for output in outputs)  # of this process, the least of three: others may be busy
+    assert seconds < 0.5, f"importing them takes {seconds:.2f} s of CPU time; it was 0.13 s, most of it NumPy's"
