@@ -26,7 +26,7 @@ _INIT = nnx.initializers.normal(0.02)  # initializer_range of the published conf
 
 @dataclasses.dataclass(frozen=True)
 class Qwen3Config:
-    """Shape of a dense Qwen3. Field names follow the published `config.json` where it has them."""
+    """Shape of a dense Qwen3."""
 
     vocab_size: int
     """Rows of the embedding table."""
@@ -51,8 +51,7 @@ class Qwen3Config:
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Activations and matrix products; parameters, norms, softmax and loss stay float32."""
     remat: Literal["none", "full", "attention", "dots"] = "attention"
-    """What a layer keeps for the backward pass: all (none), its input (full), its input and the attention's output
-    so that the forward exchange runs once (attention), or its input and matrix products (dots)."""
+    """Kept by a layer for the backward pass: its input; with attention or dots, their results too; or all (none)."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

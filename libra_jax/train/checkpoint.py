@@ -6,7 +6,10 @@ A folder that is not whole all the same (copied halfway, say) is set aside, and 
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -27,11 +30,13 @@ class Checkpoints:
     def __init__(self, folder: Path, config: CheckpointConfig) -> None:
         self.folder = folder.absolute()
         self.set_aside = _set_aside_unfinished(self.folder)
-        policies = ocp.training
+        # orbax annotates what its own policies take more narrowly than the protocols they are for.
+        save: Any = ocp.training.save_decision_policies.FixedIntervalPolicy(config.every)
+        keep: Any = ocp.training.preservation_policies.LatestN(config.keep)
         self._checkpointer = ocp.training.Checkpointer(
-            self.folder,
-            save_decision_policy=policies.save_decision_policies.FixedIntervalPolicy(config.every),
-            preservation_policy=policies.preservation_policies.LatestN(config.keep),
+            str(self.folder),
+            save_decision_policy=save,
+            preservation_policy=keep,
             cleanup_tmp_directories=True,
         )
 
@@ -41,7 +46,8 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._checkpointer.close()
+        with _quiet_logs(), contextlib.suppress(*([] if error is None else [Exception])):
+            self._checkpointer.close()  # what failed to be saved fails again here, and must not hide `error`
 
     @property
     def latest_step(self) -> int | None:
@@ -55,7 +61,8 @@ class Checkpoints:
         data: the Grain iterator that gave the batches up to `step`. values: as from `config.fixed_values`.
         """
         parts = {"state": state, "data": data, "values": values}
-        return self._checkpointer.save_checkpointables(step, parts, force=last)
+        with _quiet_logs():
+            return self._checkpointer.save_checkpointables(step, parts, force=last)
 
     def refuse_changes(self, values: dict[str, Any]) -> None:
         """Raises ValueError naming what differs if the run was made with other `values`; see `config`."""
@@ -69,6 +76,18 @@ class Checkpoints:
         shapes: of the state, with types and shardings.
         """
         return self._checkpointer.load_checkpointables(self.latest_step, {"state": shapes, "data": data})["state"]
+
+
+@contextlib.contextmanager
+def _quiet_logs() -> Iterator[None]:
+    """Keeps Orbax's threads from logging a traceback each for an error that is raised here anyway."""
+    logger = logging.getLogger("absl")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _set_aside_unfinished(folder: Path) -> list[str]:

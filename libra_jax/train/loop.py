@@ -78,14 +78,15 @@ def train(config: TrainConfig, console: Console) -> Result:
         values = {"config": fixed_values(config), "data": batches.identity}
         with contextlib.closing(batches), Checkpoints(folder.checkpoints, config.checkpoint) as checkpoints:
             for name in checkpoints.set_aside:
-                console.print(f"a checkpoint in {folder.checkpoints} was not whole and is called {name} now")
+                _say(console, f"a checkpoint in {folder.checkpoints} was not whole and is called {name} now")
             checkpoints.refuse_changes(values)
             describe(config, mesh, console)
+            _say(console, f"data: {batches.batches.documents.describe()}")
             done = checkpoints.latest_step or 0
             if done < config.steps:
                 _train_steps(config, mesh, folder, batches, checkpoints, values, console)
             else:
-                console.print(f"this run has done its {done} steps already; --steps {2 * done} goes on with it")
+                _say(console, f"this run has done its {done} steps already; --steps {2 * done} goes on with it")
             records = metrics.read_metrics(folder.metrics)
             last = batches.batches[records[-1].step - 1]
             plain = metrics.baselines(last["lengths"], config.spec, config.mesh.pools)["home"]
@@ -105,7 +106,7 @@ def _train_steps(
     done = checkpoints.latest_step or 0
     state = checkpoints.restore(blueprint.shapes, batches) if done else blueprint.init()
     if done:
-        console.print(f"going on from step {done} of {config.steps}, saved in {folder.checkpoints}")
+        _say(console, f"going on from step {done} of {config.steps}, saved in {folder.checkpoints}")
     curve = metrics.MetricsFile(folder.metrics, done)
     (folder.path / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
 
@@ -121,7 +122,7 @@ def _train_steps(
             if compiled is None:
                 waited = time.perf_counter()
                 compiled = compile_step(config, mesh, blueprint, arrays, plans)
-                console.print(f"compiled in {time.perf_counter() - waited:.1f} s, once for the whole run")
+                _say(console, f"compiled in {time.perf_counter() - waited:.1f} s, once for the whole run")
                 metrics.print_header(console)
                 progress.update(bar, description="training")
                 begin += time.perf_counter() - waited
@@ -196,14 +197,21 @@ def hold_folder(path: Path) -> Iterator[RunFolder]:
 def describe(config: TrainConfig, mesh: Mesh, console: Console) -> None:
     """Prints what is about to be trained, on what."""
     shape, spec, platform = config.mesh, config.spec, mesh.devices.flat[0].platform
-    console.print(
+    _say(
+        console,
         f"Qwen3 with {config.model.num_parameters:,} parameters on {mesh.size} {platform} devices: "
-        f"{shape.pools} pools x {shape.pool_size} sequences x {shape.cp} ranks"
+        f"{shape.pools} pools x {shape.pool_size} sequences x {shape.cp} ranks",
     )
-    console.print(
+    _say(
+        console,
         f"{config.step_tokens:,} tokens a step: {config.micro_steps} micro-steps x {shape.sequences} sequences x "
-        f"{spec.seq_len} tokens"
+        f"{spec.seq_len} tokens",
     )
+
+
+def _say(console: Console, line: str) -> None:
+    """Prints one line, however long, as it stands."""
+    console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def _progress(console: Console) -> Progress:

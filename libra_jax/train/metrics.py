@@ -174,6 +174,8 @@ def summary(records: Sequence[StepRecord], facts: dict[str, Any]) -> Table:
         ),
     }
     table = Table(title="Summary", show_header=False, title_justify="left")
+    table.add_column(overflow="fold")
+    table.add_column(overflow="fold")
     for name, value in (rows | {name: str(value) for name, value in facts.items()}).items():
         table.add_row(name, value)
     return table
