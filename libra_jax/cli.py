@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -68,9 +69,19 @@ def train(args: list[str]) -> int:
     except RunStopped as error:
         return _complain(error, 1)
     except KeyboardInterrupt:
-        return _complain(f"stopped by the user; `libra train {' '.join(args)}` goes on from the last checkpoint", 130)
-    report(config, result, console, command=f"libra train {name}")
+        return _complain(f"stopped by the user; `libra train {shlex.join(args)}` goes on from the last checkpoint", 130)
+    report(config, result, console, command=f"libra train {shlex.join([name, *_without_steps(overrides)])}")
     return 0
+
+
+def _without_steps(overrides: list[str]) -> list[str]:
+    """Overrides but for --steps, for a command that goes on for more of them."""
+    kept, skip = [], False
+    for word in overrides:
+        if not skip and word != "--steps" and not word.startswith("--steps="):
+            kept.append(word)
+        skip = word == "--steps"
+    return kept
 
 
 def inspect(args: list[str]) -> int:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
 
 from libra_jax.attention import LSE_NAME, OUT_NAME, SEQUENCE_SPEC
 from libra_jax.layers import LibraAttention, RMSNorm
@@ -144,11 +145,12 @@ class Qwen3(nnx.Module):
         if not config.tied_embeddings:
             self.head = nnx.Param(_INIT(rngs.params(), (config.vocab_size, config.hidden_size), jnp.float32))
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array, plans: PlanTables) -> jax.Array:
-        """Logits (sequences, seq_len, vocab_size) float32.
+    def __call__(
+        self, tokens: Int[Array, "sequences seq_len"], positions: Int[Array, "sequences seq_len"], plans: PlanTables
+    ) -> Float[Array, "sequences seq_len vocab"]:
+        """Logits, float32. Arrays are sharded P(("pool", "dp"), "cp").
 
-        tokens, positions: (sequences, seq_len) int32, positions restart at each document; sharded
-        P(("pool", "dp"), "cp"). plans: the tables of these sequences, leading axes (pools, dp, cp).
+        positions: of each token in its own document. plans: of these sequences, leading axes (pools, dp, cp).
         """
         dtype = jnp.dtype(self.config.compute_dtype)
         home = NamedSharding(self.mesh, SEQUENCE_SPEC)
@@ -170,10 +172,12 @@ class Qwen3(nnx.Module):
         return jnp.einsum("std,vd->stv", self.norm(x), table, preferred_element_type=jnp.float32)
 
 
-def cross_entropy_sum(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+def cross_entropy_sum(
+    logits: Float[Array, "*batch vocab"], targets: Int[Array, "*batch"]
+) -> tuple[Float[Array, ""], Int[Array, ""]]:
     """Sum of -log softmax(logits)[target] over the tokens that have a target, float32, and their number, int32.
 
-    logits: (..., vocab_size) float32. targets: (...) int32, -1 where there is none. Sums and counts of shards,
+    logits: float32. targets: -1 where there is none. Sums and counts of shards,
     sequences and micro-steps add up, so a mean over any of them is sum / count of the whole: never a mean of means.
     """
     has_target = targets >= 0

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from libra_jax.data import open_batches
+from libra_jax.data import StepBatches, TextDocuments, open_batches
 from libra_jax.plan import check_batch
 from libra_jax.train import metrics
 from libra_jax.train.checkpoint import Checkpoints
@@ -80,14 +80,15 @@ def train(config: TrainConfig, console: Console) -> Result:
             for name in checkpoints.set_aside:
                 _say(console, f"a checkpoint in {folder.checkpoints} was not whole and is called {name} now")
             checkpoints.refuse_changes(values)
-            describe(config, mesh, console)
-            _say(console, f"data: {batches.batches.documents.describe()}")
+            describe(config, mesh, batches.batches, console)
             done = checkpoints.latest_step or 0
             if done < config.steps:
                 _train_steps(config, mesh, folder, batches, checkpoints, values, console)
             else:
                 _say(console, f"this run has done its {done} steps already; --steps {2 * done} goes on with it")
             records = metrics.read_metrics(folder.metrics)
+            if not records:
+                raise ValueError(f"{folder.metrics} is missing or empty, so this run cannot be summed up")
             last = batches.batches[records[-1].step - 1]
             plain = metrics.baselines(last["lengths"], config.spec, config.mesh.pools)["home"]
             return Result(folder, records, plain, metrics.planned_work(last["stats"], config.mesh.pools))
@@ -194,8 +195,11 @@ def hold_folder(path: Path) -> Iterator[RunFolder]:
         yield RunFolder(path)
 
 
-def describe(config: TrainConfig, mesh: Mesh, console: Console) -> None:
+def describe(config: TrainConfig, mesh: Mesh, data: StepBatches, console: Console) -> None:
     """Prints what is about to be trained, on what."""
+    if isinstance(data.documents, TextDocuments):
+        _say(console, data.documents.describe())
+    _say(console, f"{len(data.packed):,} packed sequences, {data.sampler.steps_per_epoch:,} steps an epoch")
     shape, spec, platform = config.mesh, config.spec, mesh.devices.flat[0].platform
     _say(
         console,
