@@ -17,9 +17,9 @@ AXES = ("pool", "dp", "cp")
 
 
 def start_devices(config: MeshConfig) -> None:
-    """Makes the virtual CPU devices a config asks for. Has to be called before JAX is first used; else RuntimeError.
+    """Makes the virtual CPU devices a config asks for; other platforms' devices are as they are.
 
-    Only when the platform is cpu: by JAX_PLATFORMS, or because JAX finds nothing better.
+    Has to be called before JAX is first used. Raises ValueError if JAX has started with another number of them.
     """
     if config.cpu_devices is None:
         return
@@ -27,7 +27,7 @@ def start_devices(config: MeshConfig) -> None:
         jax.config.update("jax_num_cpu_devices", config.cpu_devices)
     except RuntimeError as error:
         if jax.default_backend() == "cpu" and len(jax.devices()) != config.cpu_devices:
-            raise RuntimeError(
+            raise ValueError(
                 f"mesh.cpu_devices ({config.cpu_devices}) cannot be made: JAX has already started with "
                 f"{len(jax.devices())} devices"
             ) from error
@@ -43,7 +43,10 @@ def make_mesh(
     """
     found = jax.devices() if devices is None else devices
     if config.devices != len(found):
-        way_out = "; set --mesh.cpu-devices" if found[0].platform == "cpu" else ""
+        if found[0].platform == "cpu":
+            way_out = "; set --mesh.cpu-devices"
+        else:
+            way_out = "; to run on virtual CPU devices set JAX_PLATFORMS=cpu" if config.cpu_devices else ""
         raise ValueError(
             f"the mesh needs pools * pool_size * cp = {config.pools} * {config.pool_size} * {config.cp} = "
             f"{config.devices} devices, and there are {len(found)} ({found[0].platform}){way_out}"
