@@ -18,7 +18,6 @@ from rich.table import Table
 from libra_jax.data.config import TEXT_SUFFIXES
 from libra_jax.data.lengths import read_lengths
 from libra_jax.data.skew import Bucket, Report, inspect
-from libra_jax.plots import corpus_png
 from libra_jax.spec import PoolSpec
 from libra_jax.workload import CostModel
 
@@ -196,6 +195,8 @@ def show(report: Report, options: InspectOptions, console: Console) -> None:
 def picture(report: Report, options: InspectOptions) -> None:
     """Draw the report to `options.png`."""
     assert options.png is not None
+    from libra_jax.plots import corpus_png  # here: help does not wait for matplotlib
+
     corpus_png(
         options.png,
         title=f"{options.path.name}: {report.documents:,} documents, sequences of {short(options.seq_len)} tokens, "

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from libra_jax import planner
-from libra_jax.routing import PoolWork, Routing, assign_waves, check_executor, lack_of_room, route
+from libra_jax.routing import PoolWork, Routing, assign_waves, check_executor, lack_of_room, rank_work, route
 from libra_jax.spec import PoolSpec
 from libra_jax.tables import PlanTables, build_tables, register_pytree
 from libra_jax.workload import PADDING, block_pages, check_lengths, document_starts
@@ -26,7 +26,7 @@ Policy = Callable[[np.ndarray, np.ndarray, PoolSpec, np.ndarray], np.ndarray]
 class PlanStats:
     """What a plan costs. Bytes are a forward pass's, dispatch and return together, in `spec.dtype`.
 
-    work: (N,) pages visited by each rank.
+    work: (N,) pages visited by each rank. blocks: (N,) blocks it executes that are not all padding.
     imbalance: the slowest rank's time over the time with perfect balance; max/mean of `work` when speeds are equal.
         1.0 is perfect.
     sent_bytes, received_bytes: (N,). Four bytes a token for first-visible positions are not counted.
@@ -35,6 +35,7 @@ class PlanStats:
     """
 
     work: np.ndarray
+    blocks: np.ndarray
     imbalance: float
     sent_bytes: np.ndarray
     received_bytes: np.ndarray
@@ -73,9 +74,7 @@ def plan_pool(
         raise ValueError(f"lengths of {len(lengths)} sequences were given for a pool of {spec.pool_size}")
     checked = [check_lengths(sequence, spec.seq_len, sequence=p) for p, sequence in enumerate(lengths)]
     speeds = _check_speed(speed, spec)
-    per_block = [block_pages(sequence, spec) for sequence in checked]
-    first_page = np.stack([b.first_page for b in per_block])
-    num_pages = np.stack([b.num_pages for b in per_block])
+    first_page, num_pages = _pool_pages(checked, spec)
     first_visible = np.stack([document_starts(sequence, spec.seq_len, spec.window) for sequence in checked])
 
     executor = check_executor(policy(first_page, num_pages, spec, speeds), num_pages, spec)
@@ -90,6 +89,16 @@ def plan_pool(
         assert lack_of_room(routes, spec) is None, "the head-parallel plan must fit every valid spec"
     stats = _statistics(executor, routes, work, speeds, fallback)
     return Plan(spec, executor, wave, build_tables(executor, wave, routes, work), stats)
+
+
+def policy_work(lengths: Sequence[Sequence[int]], spec: PoolSpec, policy: Policy) -> np.ndarray:
+    """(N, 2) int64: pages that each rank visits and blocks that it executes under a policy, without making a plan.
+
+    lengths: as for `plan_pool`. For comparing policies: nothing is checked against the room of the spec.
+    """
+    first_page, num_pages = _pool_pages(lengths, spec)
+    executor = policy(first_page, num_pages, spec, np.ones(spec.ranks))
+    return rank_work(check_executor(executor, num_pages, spec), num_pages, spec)
 
 
 def stack_plans(plans: Sequence[Plan]) -> PlanTables:
@@ -137,20 +146,26 @@ def check_batch(plans: PlanTables, segment_ids: np.ndarray, padding_id: int = 0)
         )
 
 
+def _pool_pages(lengths: Sequence[Sequence[int] | np.ndarray], spec: PoolSpec) -> tuple[np.ndarray, np.ndarray]:
+    """First page and number of pages of each block of a pool's sequences, both (P, nb)."""
+    per_block = [block_pages(sequence, spec) for sequence in lengths]
+    return np.stack([b.first_page for b in per_block]), np.stack([b.num_pages for b in per_block])
+
+
 def _statistics(
     executor: np.ndarray, routing: Routing, work: PoolWork, speed: np.ndarray, fallback: str | None
 ) -> PlanStats:
     spec, n = work.spec, work.spec.ranks
-    pages = work.lanes(work.num_pages)
-    rank_work = np.bincount(executor.reshape(-1), pages, minlength=n).astype(np.int64)
-    ideal = rank_work.sum() / speed.sum()
+    visited, executed = rank_work(executor, work.num_pages, spec).T
+    ideal = visited.sum() / speed.sum()
     out_bytes = spec.block * spec.group * spec.value_dim * spec.item_bytes
     query_bytes = spec.block_bytes - out_bytes
     left = np.bincount(routing.blocks.home, minlength=n)
     came = np.bincount(routing.blocks.executor, minlength=n)
     return PlanStats(
-        work=rank_work,
-        imbalance=float((rank_work / speed).max() / ideal) if ideal else 1.0,
+        work=visited,
+        blocks=executed,
+        imbalance=float((visited / speed).max() / ideal) if ideal else 1.0,
         sent_bytes=left * query_bytes
         + came * out_bytes
         + np.bincount(routing.pages.home, minlength=n) * spec.page_bytes,

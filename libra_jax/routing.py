@@ -98,6 +98,16 @@ def check_executor(executor: np.ndarray, num_pages: np.ndarray, spec: PoolSpec) 
     return np.where((num_pages == 0)[:, None], home[:, None], executor).astype(np.int32)
 
 
+def rank_work(executor: np.ndarray, num_pages: np.ndarray, spec: PoolSpec) -> np.ndarray:
+    """(N, 2) int64: pages that each rank visits, and blocks it executes that are not all padding.
+
+    executor: (P, K, nb); num_pages: (P, nb).
+    """
+    ranks, each = executor.reshape(-1), np.broadcast_to(num_pages[:, None], executor.shape).reshape(-1)
+    pages = np.bincount(ranks, each, minlength=spec.ranks)
+    return np.stack([pages, np.bincount(ranks, each > 0, minlength=spec.ranks)], axis=-1).astype(np.int64)
+
+
 def assign_waves(executor: np.ndarray, work: PoolWork) -> np.ndarray:
     """(P, K, nb) int: the wave that executes each unit.
 

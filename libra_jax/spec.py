@@ -175,7 +175,8 @@ class PoolSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """`Capacity` in whole blocks and pages. No field exceeds what a pool of this size could ever need."""
+    """`Capacity` in whole blocks and pages. No field exceeds what a pool of this size could ever need, and none is 0,
+    not even in a pool of one rank: XLA's partitioner crashes on arrays of size 0 in a differentiated scan."""
 
     blocks: int
     pages: int
@@ -238,9 +239,11 @@ def _resolve(spec: PoolSpec) -> Room:
         readers = spec.ranks / spec.num_kv_heads + 1
         asked = Capacity(blocks=1.0, pages=max(4.0, need.pages), sent_pages=max(6.0, need.sent_pages, readers))
     assert isinstance(asked, Capacity)
-    blocks = min(round(asked.blocks * home), others * home)
-    pages = min(round(asked.pages * home), others * home)
-    sent_pages = min(round(asked.sent_pages * home), others * home)
+
+    def whole(fraction: float) -> int:
+        return max(min(round(fraction * home), others * home), 1)
+
+    blocks, pages, sent_pages = whole(asked.blocks), whole(asked.pages), whole(asked.sent_pages)
     pair_blocks = min(home, blocks) if asked.pair_blocks is None else min(round(asked.pair_blocks * home), home, blocks)
     pair_pages = min(home, pages, sent_pages)
     if asked.pair_pages is not None:

@@ -28,9 +28,6 @@ class PlanTables:
     pytree whose only static part is `spec`. H home blocks (= home pages), RB / RP / SP rooms for received blocks,
     received pages and sent pages (`PoolSpec.room`).
 
-    No table is empty, also where a pool has one rank and nothing to send (its row is never read): XLA's partitioner
-    crashes on sharded arrays of size 0 in a differentiated scan.
-
     Slots: a block or page at home stands in slot kv_head * blocks_per_rank + block % blocks_per_rank; what is received
     follows from slot H on, in the order (exchange, sender, lane, block).
 
@@ -131,7 +128,7 @@ def build_tables(executor: np.ndarray, wave: np.ndarray, routing: Routing, work:
     # Sums at home: returned rows grouped by the home page they belong to.
     by_slot = stable_order(pages.returned, home_slot[routing.pages.unit], routing.pages.home)
     by_slot_home = routing.pages.home[by_slot]
-    sum_rows = np.zeros((n, max(room.sent_pages, 1)), np.int32)
+    sum_rows = np.zeros((n, room.sent_pages), np.int32)
     sum_rows[by_slot_home, rank_within(by_slot_home, n)] = pages.returned[by_slot]
     copies = np.bincount(routing.pages.home * home_blocks + home_slot[routing.pages.unit], minlength=n * home_blocks)
 
@@ -204,9 +201,9 @@ def _transport(items: Routes, spec: PoolSpec, home_slot: np.ndarray) -> _Transpo
 
 
 def _rows(triples: tuple[np.ndarray, np.ndarray, np.ndarray, int], size: int) -> np.ndarray:
-    """(N, size) int32 with value at [rank, position], 0 elsewhere; one column at least, see `PlanTables`."""
+    """(N, size) int32 with value at [rank, position], 0 elsewhere."""
     rank, position, value, ranks = triples
-    table = np.zeros((ranks, max(size, 1)), np.int32)
+    table = np.zeros((ranks, size), np.int32)
     table[rank, position] = value
     return table
 

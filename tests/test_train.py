@@ -130,6 +130,7 @@ def test_loss_and_gradient_depend_neither_on_pool_size_nor_on_micro_steps() -> N
     shapes = {
         "2x2x2, 2 micro-steps": config_of(2, 2, 2, micro_steps=2),
         "4x1x2, 2 micro-steps": config_of(4, 1, 2, micro_steps=2),
+        "8x1x1, plain data parallelism": config_of(8, 1, 1),
         "2x4x1, 1 micro-step": config_of(2, 4, 1, micro_steps=1),
     }
     results = {name: losses_of(config) for name, config in shapes.items()}

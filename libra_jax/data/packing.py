@@ -8,15 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import grain
 import numpy as np
 
 from libra_jax.workload import check_lengths
 
-_PACKERS = {
-    "first_fit": grain.experimental.FirstFitPackIterDataset,
-    "best_fit": grain.experimental.BestFitPackIterDataset,
-}
+_PACKERS = {"first_fit": "FirstFitPackIterDataset", "best_fit": "BestFitPackIterDataset"}
 _STREAM = 0x9AC4  # keeps this shuffle apart from the sampler's, which starts from the same seed
 _OPEN_TOKENS = 2**24  # tokens of the sequences that a packer holds open; it allocates 17 bytes for each
 
@@ -49,11 +45,13 @@ def pack_documents(
         raise ValueError(f"packer ({packer!r}) must be one of {sorted(_PACKERS)}")
     if max_documents is not None and max_documents < 1:
         raise ValueError(f"max_documents ({max_documents}) must be at least 1, or None")
+    import grain  # here, because Grain imports jax, and `libra inspect --help` must not wait for it
+
     order = np.random.default_rng([seed, _STREAM]).permutation(len(sizes))
     stand_ins = grain.MapDataset.source(_StandIns(sizes, order)).to_iter_dataset(
         grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     )
-    packed = _PACKERS[packer](
+    packed = getattr(grain.experimental, _PACKERS[packer])(
         stand_ins,
         length_struct={"tokens": int(seq_len)},
         num_packing_bins=max(8, min(256, _OPEN_TOKENS // seq_len)),

@@ -15,10 +15,10 @@ from libra_jax.data.documents import cut
 from libra_jax.data.packing import pack_documents
 from libra_jax.data.sampler import EMPTY, PoolSampler
 from libra_jax.placement import place, slot_lower_bound
-from libra_jax.plan import plan_pool
+from libra_jax.plan import plan_pool, policy_work
 from libra_jax.planner import Policy, at_home, head_parallel, pooled
 from libra_jax.spec import PoolSpec
-from libra_jax.workload import CostModel, block_pages, causal_pairs
+from libra_jax.workload import CostModel, causal_pairs
 
 PERCENTILES = (1, 10, 25, 50, 75, 90, 99, 99.9)
 
@@ -165,8 +165,7 @@ def _inspect_step(sampler: PoolSampler, step: int, cost: CostModel) -> dict[str,
     work = _seconds(sampler, arrived)
     bound = slot_lower_bound(work.ravel(), spec.pool_size, pools, sampler.across)
     plans = [plan_pool([_lengths(sampler, n) for n in pool], spec) for pool in placed.reshape(-1, spec.pool_size)]
-    libra = [_count(plan.executor, _block_work(sampler, pool)[1], spec)
-             for plan, pool in zip(plans, placed.reshape(-1, spec.pool_size), strict=True)]  # fmt: skip
+    libra = [np.stack([plan.stats.work, plan.stats.blocks], axis=-1) for plan in plans]
 
     def busiest_pool(slots: np.ndarray) -> float:
         return float(_seconds(sampler, slots).sum(axis=2).max(axis=1).sum()) / spec.ranks
@@ -200,25 +199,8 @@ def _lengths(sampler: PoolSampler, number: int) -> list[int]:
     return [] if number == EMPTY else sampler.lengths[number].tolist()
 
 
-def _block_work(sampler: PoolSampler, pool: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """First page and number of pages of each block of a pool's sequences, both (P, nb)."""
-    pages = [block_pages(_lengths(sampler, n), sampler.spec) for n in pool]
-    return np.stack([p.first_page for p in pages]), np.stack([p.num_pages for p in pages])
-
-
 def _rank_work(sampler: PoolSampler, slots: np.ndarray, policy: Policy) -> np.ndarray:
     """(micro_steps, pools, N, 2) pages and blocks of each rank when `policy` assigns these slots."""
-    spec = sampler.spec
-    counts = []
-    for pool in slots.reshape(-1, spec.pool_size):
-        first, number = _block_work(sampler, pool)
-        counts.append(_count(policy(first, number, spec, np.ones(spec.ranks)), number, spec))
-    return np.stack(counts).reshape(*slots.shape[:2], spec.ranks, 2)
-
-
-def _count(executor: np.ndarray, num_pages: np.ndarray, spec: PoolSpec) -> np.ndarray:
-    """(N, 2) pages visited and blocks executed by each rank. executor: (P, K, nb); num_pages: (P, nb)."""
-    each = np.broadcast_to(num_pages[:, None], executor.shape).ravel()
-    ranks = executor.ravel()
-    pages = np.bincount(ranks, each, minlength=spec.ranks)
-    return np.stack([pages, np.bincount(ranks, each > 0, minlength=spec.ranks)], axis=-1)
+    pools = slots.reshape(-1, sampler.spec.pool_size)
+    counts = [policy_work([_lengths(sampler, n) for n in pool], sampler.spec, policy) for pool in pools]
+    return np.stack(counts).reshape(*slots.shape[:2], sampler.spec.ranks, 2)

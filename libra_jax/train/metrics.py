@@ -18,10 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from libra_jax import planner
-from libra_jax.plan import PlanStats
+from libra_jax.plan import PlanStats, policy_work
 from libra_jax.planner import Policy
 from libra_jax.spec import PoolSpec
-from libra_jax.workload import block_pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,19 +50,10 @@ class StepRecord:
     fallbacks: int
 
 
-def policy_work(lengths: Sequence[Sequence[int]], spec: PoolSpec, policy: Policy) -> np.ndarray:
-    """(N,) pages that each rank of a pool visits when `policy` assigns them. lengths: of its sequences' documents."""
-    pages = [block_pages(sequence, spec) for sequence in lengths]
-    first, number = np.stack([p.first_page for p in pages]), np.stack([p.num_pages for p in pages])
-    executor = policy(first, number, spec, np.ones(spec.ranks))
-    each = np.broadcast_to(number[:, None], executor.shape)
-    return np.bincount(executor.reshape(-1), each.reshape(-1), minlength=spec.ranks).astype(np.int64)
-
-
 def step_work(lengths: Sequence[Sequence[int]], spec: PoolSpec, pools: int, policy: Policy) -> np.ndarray:
     """(micro_steps, pools, N) pages visited; lengths: of the step's sequences, a pool's after another's."""
     size = spec.pool_size
-    per_pool = [policy_work(lengths[i : i + size], spec, policy) for i in range(0, len(lengths), size)]
+    per_pool = [policy_work(lengths[i : i + size], spec, policy)[:, 0] for i in range(0, len(lengths), size)]
     return np.stack(per_pool).reshape(-1, pools, spec.ranks)
 
 
