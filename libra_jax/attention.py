@@ -14,19 +14,20 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 from libra_kernels import PADDING, TileOptions, Tiles, resolve_implementation, tile_backward, tile_forward
 
 from libra_jax.exchange import Part, exchange, pack, resolve_transport, unpack, word_for
-from libra_jax.spec import PoolSpec
-from libra_jax.tables import PlanTables, register_pytree
+from libra_jax.spec import PoolSpec, spec_differences
+from libra_jax.tables import PlanTables, register_pytree, table_shapes
 
 register_pytree()
 
@@ -75,11 +76,13 @@ def libra_attention(
     implementation: "xla" or "reference"; None chooses.
     transport: "all_to_all" or "ppermute"; None chooses. Same bits.
 
-    Returns the output in q's dtype. Padding gives zero output and zero gradient, whatever it holds. Differentiable in
-    q, k and v; works under jit, `jax.checkpoint` and `lax.scan`. Output and dq have the same bits for every plan,
-    pool size, transport and number of waves; dk and dv agree within rounding and are the same from run to run.
+    Returns the output in q's dtype. Padding gives zero output and zero gradient, whatever it holds. Logits of real rows
+    have to be finite in float32. Differentiable once, in reverse mode, in q, k and v; works under jit,
+    `jax.checkpoint` and `lax.scan`. With "xla", output and dq have the same bits for every plan, pool size, transport
+    and number of waves; dk and dv agree within rounding and are the same from run to run.
 
-    Raises ValueError, before anything runs, when plans, spec, mesh and arrays do not belong together.
+    Raises ValueError or TypeError, before anything runs, when plans, spec, mesh and arrays do not belong together.
+    Arrays that are committed to one device are refused by jax: `jax.device_put` them with `SEQUENCE_SPEC` first.
     """
     _check(q, k, v, plans, spec, mesh)
     options = TileOptions(
@@ -96,7 +99,13 @@ def _laid_out(
 ) -> tuple[jax.Array, jax.Array, jax.Array, PlanTables]:
     """The arguments as they must lie on the mesh. On Auto axes the compiler sees to that; on Explicit ones, which
     `jax.make_mesh` makes unless told otherwise, an array's sharding is part of its type and has to be stated."""
-    if AxisType.Explicit not in mesh.axis_types:
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    ours = {types[axis] for axis in MESH_AXES}
+    if len(ours) > 1:
+        raise ValueError(
+            f"the mesh axes {MESH_AXES} must be of one type, got {tuple(types[axis] for axis in MESH_AXES)}"
+        )
+    if ours != {AxisType.Explicit}:
         return q, k, v, plans
     sequences, tables = NamedSharding(mesh, SEQUENCE_SPEC), NamedSharding(mesh, PLAN_SPEC)
     q, k, v = (jax.reshard(x, sequences) for x in (q, k, v))
@@ -122,22 +131,39 @@ def _on_mesh(static: _Static, mesh: Mesh) -> Callable[..., jax.Array]:
 def _on_rank(q: jax.Array, k: jax.Array, v: jax.Array, plans: PlanTables, *, static: _Static) -> jax.Array:
     """One rank's share: q (1, T, H, D), k (1, T, K, D), v (1, T, K, E) -> (1, T, H, E)."""
 
+    forward = _first_derivatives_only(functools.partial(_forward, static=static))
+    backward = _first_derivatives_only(functools.partial(_backward, static=static))
+
     @jax.custom_vjp
     def attend(q, k, v, tables):
-        return _forward(q, k, v, tables, static)[0]
+        return forward(q, k, v, tables)[0]
 
     def attend_forward(q, k, v, tables):
-        out, lse = _forward(q, k, v, tables, static)
+        out, lse = forward(q, k, v, tables)
         out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
         return out, (q, k, v, out, lse, tables)
 
     def attend_backward(residuals, d_out):
-        q, k, v, out, lse, tables = residuals
-        return *_backward(q, k, v, out, lse, d_out, tables, static), None
+        return *backward(*residuals, d_out), None
 
     attend.defvjp(attend_forward, attend_backward)
     tables = jax.tree.map(lambda table: table[0, 0, 0], plans)
     return attend(q[0], k[0], v[0], tables)[None]
+
+
+def _first_derivatives_only(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that says no when jax differentiates it. Rows travel as integers, which have no tangents: a second
+    derivative would go on without the exchange and come out wrong."""
+    guarded = jax.custom_jvp(function)
+
+    @guarded.defjvp
+    def refuse(primals, tangents):
+        raise TypeError(
+            "libra_attention has first derivatives in reverse mode only (jax.grad, jax.vjp): second derivatives and "
+            "forward mode (jax.jvp of jax.grad, jax.hessian) are not defined; use libra_kernels.reference_attention"
+        )
+
+    return guarded
 
 
 def _forward(
@@ -181,8 +207,8 @@ def _backward(
     v: jax.Array,
     out: jax.Array,
     lse: jax.Array,
-    d_out: jax.Array,
     tables: PlanTables,
+    d_out: jax.Array,
     static: _Static,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients dq (T, H, D), dk (T, K, D), dv (T, K, E) in the inputs' dtype."""
@@ -388,15 +414,17 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array, plans: PlanTables, spec: Po
     """Refuses what does not belong together; every message names both sides."""
     check_mesh(spec, mesh)
     if not isinstance(plans, PlanTables):
-        raise TypeError(f"plans must be what stack_plans returns, got {type(plans).__name__}")
+        raise TypeError(f"plans must be what stack_plans([plan, ...]) returns, got {type(plans).__name__}")
     if plans.spec != spec:
-        raise ValueError(f"the plans were made for {plans.spec}, the operator is called with {spec}")
+        raise ValueError(f"the plans were made for another PoolSpec: {spec_differences(plans.spec, spec)}")
     pools = mesh.shape["pool"]
-    if plans.entries.ndim != 5 or plans.entries.shape[:3] != (pools, spec.pool_size, spec.cp):
-        raise ValueError(
-            f"the plans' tables have leading axes {plans.entries.shape[:-2]}; the mesh has (pool, dp, cp) "
-            f"{(pools, spec.pool_size, spec.cp)}"
-        )
+    for name, shape in table_shapes(spec).items():
+        table, want = getattr(plans, name), (pools, spec.pool_size, spec.cp, *shape)
+        if np.shape(table) != want or getattr(table, "dtype", None) != np.int32:
+            got = f"{getattr(table, 'dtype', type(table).__name__)} {np.shape(table)}"
+            raise ValueError(
+                f"the plans' table {name} is {got}; {pools} pools on the mesh and the spec want int32 {want}"
+            )
     sequences = pools * spec.pool_size
     want_q = (sequences, spec.seq_len, spec.num_heads, spec.head_dim)
     want_k = (sequences, spec.seq_len, spec.num_kv_heads, spec.head_dim)
@@ -414,6 +442,8 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array, plans: PlanTables, spec: Po
 
 def check_mesh(spec: PoolSpec, mesh: Mesh) -> None:
     """Raises ValueError unless the mesh has axes "pool", "dp" of size pool_size and "cp" of size cp."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"mesh must be a jax Mesh with axes {MESH_AXES}, got {type(mesh).__name__}")
     for axis in MESH_AXES:
         if axis not in mesh.shape:
             raise ValueError(f"the mesh has axes {tuple(mesh.shape)}, the operator needs {MESH_AXES}")

@@ -10,6 +10,7 @@ to what a pair of ranks may send at most, and give the same bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -61,14 +62,15 @@ def resolve_transport(transport: str | None) -> str:
     """The transport that will run. Raises ValueError when the name is unknown."""
     if transport is None:
         return "all_to_all"
-    if transport not in _TRANSPORTS:
+    if not isinstance(transport, str) or transport not in _TRANSPORTS:
         raise ValueError(f"transport ({transport!r}) must be None or one of {sorted(_TRANSPORTS)}")
     return transport
 
 
 def pack(arrays: Sequence[jax.Array], word: jnp.dtype) -> jax.Array:
     """Arrays (M, ...) of any types of at least the word's size, side by side as rows (M, words) of their bits."""
-    return jnp.concatenate([_to_words(a, word).reshape(a.shape[0], -1) for a in arrays], axis=1)
+    words = [lax.bitcast_convert_type(array, word) for array in arrays]
+    return jnp.concatenate([w.reshape(w.shape[0], math.prod(w.shape[1:])) for w in words], axis=1)
 
 
 def unpack(rows: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
@@ -86,10 +88,6 @@ def unpack(rows: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
 def word_for(dtype: jnp.dtype) -> jnp.dtype:
     """The unsigned integer that carries this floating-point type."""
     return jnp.dtype({2: jnp.uint16, 4: jnp.uint32}[jnp.dtype(dtype).itemsize])
-
-
-def _to_words(array: jax.Array, word: jnp.dtype) -> jax.Array:
-    return lax.bitcast_convert_type(array, word)
 
 
 def _outgoing(part: Part) -> jax.Array:

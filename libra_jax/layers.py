@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int
 
 from libra_jax.attention import libra_attention
 from libra_jax.plan import Plan, PlanTables
-from libra_jax.spec import PoolSpec
+from libra_jax.spec import PoolSpec, spec_differences
 
 _CONSTANT_PLANS_BEFORE_WARNING = 4
 
@@ -85,10 +85,7 @@ def current_plans(spec: PoolSpec) -> PlanTables:
             "pooled attention was called outside of use_plan: enter `with libra_jax.use_plan(plans):` around the call "
             "of the model, inside the jitted function that has plans as an argument (flax's init traces the model too)"
         )
-    other = entered[-1].spec
-    names = (field.name for field in dataclasses.fields(PoolSpec))
-    pairs = [(name, getattr(other, name), getattr(spec, name)) for name in names]
-    differ = ", ".join(f"{name} {there!r} there and {here!r} here" for name, there, here in pairs if there != here)
+    differ = spec_differences(entered[-1].spec, spec)
     raise ValueError(f"the plan in use_plan was made for another PoolSpec than this attention's: {differ}")
 
 

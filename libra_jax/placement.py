@@ -19,6 +19,7 @@ import numpy as np
 _DEAL = 6  # sequences of each slot that a pair deals anew at once: 12 over 2 in 924 ways
 _EFFORT = 4000  # pairs of slots dealt anew at most, over all micro-steps; about 5 us each
 _ROUND = 10  # what a round of pairs costs besides, in pairs
+_MANY_SLOTS = 2000  # from here on the lower bound leaves out all but its two simplest parts: they take slots^2 numbers
 _CLOSE = 1e-4  # stop improving this near the lower bound: more would not be worth the time it takes
 
 
@@ -52,7 +53,8 @@ def slot_lower_bound(
     No placement can do better than the mean of the slots, nor than the heaviest sequence + the pool_size - 1
     lightest. The same holds for the j heaviest: they lie in some s of the slots, filled up at best with the lightest,
     and the heaviest of these costs their mean or more. The bound is the largest of all these. With across="all" it
-    is over all slots of the step, so every entry is the same; with "pools" over the micro-step's own.
+    is over all slots of the step, so every entry is the same; with "pools" over the micro-step's own. Above 2,000
+    slots only the first two are used.
     """
     values, pools = _check(work, pool_size, pools, across)
     values = -np.sort(-values)
@@ -103,6 +105,8 @@ def _lower_bound(values: np.ndarray, pool_size: int) -> float:
     """See `slot_lower_bound`; of descending values, over len(values) / pool_size slots."""
     count = len(values) // pool_size
     heaviest = np.cumsum(values)
+    if count > _MANY_SLOTS:
+        return float(max(heaviest[-1] / count, values[0] + values[len(values) - pool_size + 1 :].sum()))
     lightest = np.concatenate([[0.0], np.cumsum(values[::-1])])
     chosen, slots = np.arange(1, count + 1)[:, None], np.arange(1, count + 1)[None, :]
     filled = (heaviest[chosen - 1] + lightest[np.maximum(slots * pool_size - chosen, 0)]) / slots
@@ -116,10 +120,9 @@ def _balance(values: np.ndarray, pool_size: int, effort: int) -> np.ndarray:
     # Whole numbers whose sums are exact in any order, so that every host finds the same placement.
     bits = 52 - len(values).bit_length()
     values = np.rint(np.ldexp(values, bits - math.frexp(values[0])[1]))
-    goal = _lower_bound(values, pool_size) * (1 + _CLOSE)
     slots = _longest_first(values, pool_size)
     if pool_size > 2:  # with 1 or 2, longest first has no better
-        slots = _improve(values, slots, goal, effort)
+        slots = _improve(values, slots, _lower_bound(values, pool_size) * (1 + _CLOSE), effort)
     slots.sort(axis=1)
     return slots[np.lexsort((slots[:, 0], -values[slots].sum(axis=1)))]
 

@@ -14,15 +14,15 @@ import numpy as np
 
 from libra_jax import planner
 from libra_jax.routing import PoolWork, Routing, assign_waves, check_executor, lack_of_room, rank_work, route
-from libra_jax.spec import PoolSpec
-from libra_jax.tables import PlanTables, build_tables, register_pytree
+from libra_jax.spec import PoolSpec, spec_differences
+from libra_jax.tables import PlanTables, build_tables
 from libra_jax.workload import PADDING, block_pages, check_lengths, document_starts
 
 Policy = Callable[[np.ndarray, np.ndarray, PoolSpec, np.ndarray], np.ndarray]
 """policy(first_page (P, nb), num_pages (P, nb), spec, speed (N,)) -> executor (P, K, nb): see `planner`."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class PlanStats:
     """What a plan costs. Bytes are a forward pass's, dispatch and return together, in `spec.dtype`.
 
@@ -43,7 +43,7 @@ class PlanStats:
     fallback: str | None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """One pool's plan: who executes what (executor, wave: (P, K, nb)), the tables, and what it costs."""
 
@@ -70,6 +70,11 @@ def plan_pool(
     says so in `stats.fallback`. Raises ValueError for lengths that are not positive whole numbers or do not fit in
     seq_len, for the wrong number of sequences, and for speeds that are not positive.
     """
+    if not isinstance(spec, PoolSpec) or not callable(policy) or not hasattr(lengths, "__len__"):
+        raise TypeError(
+            "plan_pool takes a list of lists of lengths, a PoolSpec and a policy function, got "
+            f"{type(lengths).__name__}, {type(spec).__name__} and {policy!r}"
+        )
     if len(lengths) != spec.pool_size:
         raise ValueError(f"lengths of {len(lengths)} sequences were given for a pool of {spec.pool_size}")
     checked = [check_lengths(sequence, spec.seq_len, sequence=p) for p, sequence in enumerate(lengths)]
@@ -103,13 +108,18 @@ def policy_work(lengths: Sequence[Sequence[int]], spec: PoolSpec, policy: Policy
 
 def stack_plans(plans: Sequence[Plan]) -> PlanTables:
     """Tables of several pools with leading axes (pools, dp, cp), ready to shard with the batch."""
+    if not isinstance(plans, Sequence) or not all(isinstance(plan, Plan) for plan in plans):
+        got = type(plans).__name__ if not isinstance(plans, Sequence) else [type(plan).__name__ for plan in plans]
+        raise TypeError(f"stack_plans takes a list of what plan_pool returns, one plan per pool, got {got}")
     if not plans:
         raise ValueError("stack_plans needs at least one plan, got 0")
     for i, plan in enumerate(plans):
         if plan.spec != plans[0].spec:
-            raise ValueError(f"plans of one step share a spec: plan 0 has {plans[0].spec}, plan {i} has {plan.spec}")
-    register_pytree()
+            differ = spec_differences(plans[0].spec, plan.spec)
+            raise ValueError(f"plans of one step share a spec; from plan 0 to plan {i} it changes: {differ}")
     stacked = {name: np.stack([getattr(plan.tables, name) for plan in plans]) for name in PlanTables.table_names()}
+    for table in stacked.values():
+        table.flags.writeable = False  # what is compiled under `use_plan` may hold them as constants
     return PlanTables(spec=plans[0].spec, **stacked)
 
 
@@ -120,6 +130,8 @@ def check_batch(plans: PlanTables, segment_ids: np.ndarray, padding_id: int = 0)
     marks padding, which must come last in a sequence. Raises ValueError naming the first sequence and token that
     disagree.
     """
+    if not isinstance(plans, PlanTables):
+        raise TypeError(f"check_batch takes what stack_plans returns, got {type(plans).__name__}")
     spec = plans.spec
     segment_ids = np.asarray(segment_ids)
     planned = np.asarray(plans.first_visible).reshape(-1, spec.seq_len)
@@ -149,7 +161,9 @@ def check_batch(plans: PlanTables, segment_ids: np.ndarray, padding_id: int = 0)
 def _pool_pages(lengths: Sequence[Sequence[int] | np.ndarray], spec: PoolSpec) -> tuple[np.ndarray, np.ndarray]:
     """First page and number of pages of each block of a pool's sequences, both (P, nb)."""
     per_block = [block_pages(sequence, spec) for sequence in lengths]
-    return np.stack([b.first_page for b in per_block]), np.stack([b.num_pages for b in per_block])
+    first_page, num_pages = np.stack([b.first_page for b in per_block]), np.stack([b.num_pages for b in per_block])
+    first_page.flags.writeable = num_pages.flags.writeable = False  # policies read them, and so do the tables
+    return first_page, num_pages
 
 
 def _statistics(
@@ -181,10 +195,21 @@ def _check_speed(speed: Sequence[float] | np.ndarray | None, spec: PoolSpec) -> 
     """(N,) float64 with mean 1."""
     if speed is None:
         return np.ones(spec.ranks)
-    speeds = np.asarray(speed, np.float64)
+    try:
+        speeds = np.asarray(speed, np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"speed ({speed!r}) must be one number for each of {spec.ranks} ranks") from error
     if speeds.shape != (spec.ranks,):
         raise ValueError(f"speed has shape {speeds.shape}; the pool has {spec.ranks} ranks")
     if not (np.isfinite(speeds).all() and (speeds > 0).all()):
         bad = int(np.argmax(~(np.isfinite(speeds) & (speeds > 0))))
         raise ValueError(f"speed[{bad}] ({speeds[bad]}) must be finite and greater than 0")
+    speeds = speeds / speeds.max()
+    if speeds.min() < _LEAST_SPEED:
+        raise ValueError(
+            f"the slowest rank's speed is {speeds.min():g} of the fastest's; at least {_LEAST_SPEED} is taken"
+        )
     return speeds / speeds.mean()
+
+
+_LEAST_SPEED = 1e-12

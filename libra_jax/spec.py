@@ -12,9 +12,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import SupportsIndex
+import numbers
+from typing import Any, SupportsIndex
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_MOST_TOKENS = 2**30  # positions from here on mark padding (`workload.PADDING`)
+_MOST_WAVES = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +39,12 @@ class Capacity:
     sent_pages: float
     pair_blocks: float | None = None
     pair_pages: float | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None or field.default is dataclasses.MISSING:
+                object.__setattr__(self, field.name, _room_number(f"capacity.{field.name}", value))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,19 +96,25 @@ class PoolSpec:
                 f"seq_len ({self.seq_len}) must be a multiple of cp * block "
                 f"({self.cp} * {self.block} = {self.cp * self.block})"
             )
+        if self.seq_len >= _MOST_TOKENS:
+            raise ValueError(
+                f"seq_len ({self.seq_len}) must be below {_MOST_TOKENS}: positions from there mark padding"
+            )
+        if self.waves > _MOST_WAVES:
+            raise ValueError(f"waves ({self.waves}) must be at most {_MOST_WAVES}")
+        if self.window is not None:  # one longer than the sequence is as long as the sequence
+            object.__setattr__(self, "window", min(self.window, self.seq_len))
+        object.__setattr__(self, "dtype", _dtype_name(self.dtype))
         if self.dtype not in _ITEM_BYTES:
             raise ValueError(f"dtype ({self.dtype!r}) must be one of {sorted(_ITEM_BYTES)}")
         room = self.capacity
-        if isinstance(room, int | float) and not isinstance(room, bool):
-            if not math.isfinite(room) or room < 0:
-                raise ValueError(f"capacity ({room}) must be a finite number, 0 or more")
+        if room is not None and not isinstance(room, Capacity):
+            room = _room_number("capacity", room)
             need = head_parallel_capacity(self)
             room = Capacity(max(room, need.blocks), max(room, need.pages), max(room, need.sent_pages))
             object.__setattr__(self, "capacity", room)
-        if isinstance(room, Capacity):
+        if room is not None:
             self._check_capacity(room)
-        elif room is not None:
-            raise TypeError(f"capacity ({room!r}) must be None, a number or a Capacity")
 
     def _check_capacity(self, room: Capacity) -> None:
         need = head_parallel_capacity(self)
@@ -107,9 +122,7 @@ class PoolSpec:
             got, least = getattr(room, field.name), getattr(need, field.name)
             if got is None:
                 continue
-            if not math.isfinite(got) or got < 0:
-                raise ValueError(f"capacity.{field.name} ({got}) must be a finite number, 0 or more")
-            if round(got * self.home_blocks) < round(least * self.home_blocks):
+            if got < least and round(got * self.home_blocks) < round(least * self.home_blocks):
                 raise ValueError(
                     f"capacity.{field.name} ({got:g}) must be at least {least:g}: that is what the head-parallel "
                     f"plan, which has to fit always, needs with cp {self.cp} and {self.num_kv_heads} kv heads"
@@ -241,13 +254,15 @@ def _resolve(spec: PoolSpec) -> Room:
     assert isinstance(asked, Capacity)
 
     def whole(fraction: float) -> int:
-        return max(min(round(fraction * home), others * home), 1)
+        return max(round(min(fraction, others) * home), 1)
 
     blocks, pages, sent_pages = whole(asked.blocks), whole(asked.pages), whole(asked.sent_pages)
-    pair_blocks = min(home, blocks) if asked.pair_blocks is None else min(round(asked.pair_blocks * home), home, blocks)
+    pair_blocks = min(home, blocks)
+    if asked.pair_blocks is not None:
+        pair_blocks = min(whole(asked.pair_blocks), pair_blocks)
     pair_pages = min(home, pages, sent_pages)
     if asked.pair_pages is not None:
-        pair_pages = min(round(asked.pair_pages * home), pair_pages)
+        pair_pages = min(whole(asked.pair_pages), pair_pages)
     return Room(blocks, pages, sent_pages, pair_blocks, pair_pages)
 
 
@@ -257,3 +272,24 @@ def _positive_int(name: str, value: object) -> int:
     if value.__index__() < 1:
         raise ValueError(f"{name} ({value}) must be at least 1")
     return value.__index__()
+
+
+def _room_number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} ({value!r}) must be a number" + ("" if "." in name else ", a Capacity or None"))
+    if not math.isfinite(float(value)) or float(value) < 0:
+        raise ValueError(f"{name} ({value}) must be a finite number, 0 or more")
+    return float(value)
+
+
+def _dtype_name(dtype: Any) -> str:
+    """The name of a type given as a string, a NumPy dtype or a scalar type such as `jax.numpy.bfloat16`."""
+    if isinstance(dtype, str):
+        return dtype
+    return str(getattr(getattr(dtype, "dtype", dtype), "name", None) or getattr(dtype, "__name__", dtype))
+
+
+def spec_differences(one: PoolSpec, other: PoolSpec) -> str:
+    """The fields in which two specs differ, each with both values, for messages."""
+    pairs = [(f.name, getattr(one, f.name), getattr(other, f.name)) for f in dataclasses.fields(PoolSpec)]
+    return ", ".join(f"{name} {here!r} there and {there!r} here" for name, here, there in pairs if here != there)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
@@ -20,7 +21,7 @@ Table = Any
 """An int32 array: NumPy on the host, jax on the device."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class PlanTables:
     """What one rank needs to know, for every rank. int32 arrays of fixed shape behind leading axes.
 
@@ -60,6 +61,13 @@ class PlanTables:
     sum_offsets: Table
     sum_rows: Table
 
+    def __post_init__(self) -> None:
+        register_pytree()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # unpickled, for example from a planning process
+        self.__dict__.update(state)
+        register_pytree()
+
     @classmethod
     def table_names(cls) -> list[str]:
         """Names of the array fields, in order."""
@@ -71,17 +79,46 @@ class PlanTables:
 
 
 def register_pytree() -> None:
-    """Makes `PlanTables` a pytree once jax is there; importing jax here would make the host side pay for it."""
+    """Makes `PlanTables` a pytree as soon as jax is there. Called whenever tables are made; importing jax here would
+    make the host side pay for it. Tables made before jax is imported become pytrees with the next call, at the latest
+    when the operator is imported."""
     global _registered
-    if _registered or "jax" not in sys.modules:
+    jax = sys.modules.get("jax")
+    # A thread may plan while another imports jax: hands off until that is done.
+    if _registered or jax is None or getattr(jax.__spec__, "_initializing", False):
         return
-    import jax.tree_util  # already imported by somebody: costs nothing
-
-    jax.tree_util.register_dataclass(PlanTables, data_fields=PlanTables.table_names(), meta_fields=["spec"])
-    _registered = True
+    with _registering:
+        if not _registered:
+            names = PlanTables.table_names()
+            jax.tree_util.register_dataclass(PlanTables, data_fields=names, meta_fields=["spec"])
+            _registered = True
 
 
 _registered = False
+_registering = threading.Lock()
+
+
+def table_shapes(spec: PoolSpec) -> dict[str, tuple[int, ...]]:
+    """The shape of each table of one rank, behind the leading axes."""
+    n, x, home, room = spec.ranks, spec.exchanges, spec.home_blocks, spec.room
+    offsets = (x, n + 1)
+    return {
+        "entries": (home + room.blocks, 5),
+        "wave_offsets": (spec.waves + 1,),
+        "pages": (2 * home + room.pages,),
+        "first_visible": (spec.tokens_per_rank,),
+        "send_blocks": (home,),
+        "send_block_offsets": offsets,
+        "recv_block_offsets": offsets,
+        "send_pages": (room.sent_pages,),
+        "send_page_offsets": offsets,
+        "recv_page_offsets": offsets,
+        "return_pages": (room.pages,),
+        "return_page_offsets": offsets,
+        "returned_page_offsets": offsets,
+        "sum_offsets": (home + 1,),
+        "sum_rows": (room.sent_pages,),
+    }
 
 
 def build_tables(executor: np.ndarray, wave: np.ndarray, routing: Routing, work: PoolWork) -> PlanTables:

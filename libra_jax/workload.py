@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import numbers
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -93,6 +94,7 @@ def document_starts(lengths: Lengths, seq_len: int, window: int | None = None) -
     used = int(sizes.sum())
     first[:used] = np.repeat(np.cumsum(sizes) - sizes, sizes)
     if window is not None:
+        window = min(window, seq_len)
         first[:used] = np.maximum(first[:used], np.arange(1 - window, used + 1 - window, dtype=np.int32))
     return first
 
@@ -170,13 +172,15 @@ class CostModel:
     v_head_dim: int = 128
 
     def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise ValueError(f"cost model: {name} ({value!r}) must be a finite number")
+        for name, given in dataclasses.asdict(self).items():
+            value = float(given) if isinstance(given, numbers.Real) and not isinstance(given, bool) else math.nan
+            if not math.isfinite(value):
+                raise ValueError(f"cost model: {name} ({given!r}) must be a finite number")
             if name.endswith("_seconds") and value < 0:
-                raise ValueError(f"cost model: {name} ({value!r}) must be 0 or more")
-            if not name.endswith("_seconds") and (value < 1 or value != int(value)):
-                raise ValueError(f"cost model: {name} ({value!r}) must be a whole number of at least 1")
+                raise ValueError(f"cost model: {name} ({given!r}) must be 0 or more")
+            if not name.endswith("_seconds") and (value < 1 or not value.is_integer()):
+                raise ValueError(f"cost model: {name} ({given!r}) must be a whole number of at least 1")
+            object.__setattr__(self, name, value if name.endswith("_seconds") else int(value))
 
     def scaled(self, spec: PoolSpec) -> CostModel:
         """The same model with coefficients for the block size and head widths of `spec`."""

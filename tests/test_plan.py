@@ -6,6 +6,7 @@ The walk reads only what `PlanTables` documents; what must be visited is compute
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import subprocess
 import sys
 
@@ -266,6 +267,8 @@ def test_speeds_shift_work_and_define_the_imbalance():
         ([[20], [1]], [1.0, 1.0], ["2", "4"]),
         ([[20], [1]], [1.0, 1.0, 0.0, 1.0], ["speed", "0.0"]),
         ([[20], [1]], [1.0, 1.0, float("nan"), 1.0], ["speed", "nan"]),
+        ([[20], [1]], [1e-308, 1e308, 1.0, 1.0], ["speed", "1e-12"]),
+        ([[20], [1]], ["a"] * 4, ["speed", "4 ranks"]),
     ],
 )
 def test_bad_input_is_refused_by_name(lengths, speed, words):
@@ -286,6 +289,8 @@ def test_bad_input_is_refused_by_name(lengths, speed, words):
         ({"window": 0}, ["window", "0"]),
         ({"capacity": Capacity(0.25, 4, 4)}, ["capacity.blocks (0.25)", "cp 2"]),
         ({"capacity": -1}, ["capacity", "-1"]),
+        ({"waves": 65}, ["waves", "65", "64"]),
+        ({"seq_len": 2**30}, ["seq_len", str(2**30)]),
         ({"capacity": float("nan")}, ["nan"]),
     ],
 )
@@ -356,3 +361,81 @@ libra_jax.libra_attention
 assert len(jax.tree.leaves(plans)) == 15
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_planning_threads_leave_an_import_of_jax_alone():
+    program = """
+import threading
+import libra_jax
+spec = libra_jax.PoolSpec(seq_len=16, pool_size=1, cp=1, num_heads=1, num_kv_heads=1, head_dim=8, block=4)
+plan, done, errors = libra_jax.plan_pool([[16]], spec), threading.Event(), []
+def work():
+    try:
+        while not done.is_set():
+            libra_jax.stack_plans([plan])
+    except BaseException as error:
+        errors.append(error)
+threads = [threading.Thread(target=work) for _ in range(3)]
+for thread in threads: thread.start()
+import jax
+done.set()
+for thread in threads: thread.join()
+assert not errors, errors
+assert len(jax.tree.leaves(libra_jax.stack_plans([plan]))) == 15
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_unpickled_tables_are_pytrees_where_jax_is():
+    spec = PoolSpec(seq_len=16, pool_size=1, cp=1, num_heads=1, num_kv_heads=1, head_dim=8, block=4)
+    program = """
+import pickle, sys, jax
+plans = pickle.load(sys.stdin.buffer)
+assert len(jax.tree.leaves(plans)) == 15 and "libra_jax.attention" not in sys.modules
+"""
+    plans = pickle.dumps(stack_plans([plan_pool([[16]], spec)]))
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, input=plans)
+
+
+def test_stacked_tables_cannot_be_written_and_policies_cannot_write_the_pages():
+    spec = PoolSpec(seq_len=16, pool_size=1, cp=2, num_heads=2, num_kv_heads=2, head_dim=8, block=4)
+    with pytest.raises(ValueError, match="read-only"):
+        stack_plans([plan_pool([[16]], spec)]).pages[:] = 0
+
+    def careless(first_page, num_pages, spec, speed):
+        num_pages[:] = 0
+        return planner.at_home(first_page, num_pages, spec, speed)
+
+    with pytest.raises(ValueError, match="read-only"):
+        plan_pool([[16]], spec, policy=careless)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda spec, plan: stack_plans(plan), ["stack_plans", "Plan"]),
+        (lambda spec, plan: stack_plans([1]), ["stack_plans", "int"]),
+        (lambda spec, plan: check_batch(plan, np.zeros((1, 16))), ["stack_plans", "Plan"]),
+        (lambda spec, plan: plan_pool(None, spec), ["NoneType"]),
+        (lambda spec, plan: plan_pool([[16]], {}), ["dict"]),
+        (lambda spec, plan: plan_pool([[16]], spec, policy="pooled"), ["'pooled'"]),
+        (lambda spec, plan: Capacity(None, 1, 1), ["capacity.blocks", "None"]),
+        (lambda spec, plan: Capacity(True, 1, 1), ["capacity.blocks", "True"]),
+        (lambda spec, plan: dataclasses.replace(spec, capacity="large"), ["capacity", "'large'"]),
+    ],
+)
+def test_a_likely_slip_is_answered_in_words(call, words):
+    spec = PoolSpec(seq_len=16, pool_size=1, cp=2, num_heads=2, num_kv_heads=2, head_dim=8, block=4)
+    with pytest.raises(TypeError) as error:
+        call(spec, plan_pool([[16]], spec))
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_numbers_and_types_of_numpy_are_taken():
+    plain = PoolSpec(seq_len=16, pool_size=1, cp=2, num_heads=2, num_kv_heads=2, head_dim=8, block=4, capacity=1.0)
+    numpy = PoolSpec(
+        seq_len=np.int64(16), pool_size=1, cp=np.int32(2), num_heads=2, num_kv_heads=2, head_dim=8, block=4,
+        capacity=np.float32(1), dtype=np.dtype("float32"), window=10**12,
+    )  # fmt: skip
+    assert numpy == dataclasses.replace(plain, dtype="float32", window=16)
+    assert hash(numpy) == hash(dataclasses.replace(plain, dtype=np.float32, window=99))

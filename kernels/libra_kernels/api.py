@@ -24,7 +24,7 @@ def resolve_implementation(implementation: str | None) -> str:
     """
     if implementation is None:
         return "xla"
-    if implementation not in _IMPLEMENTATIONS:
+    if not isinstance(implementation, str) or implementation not in _IMPLEMENTATIONS:
         raise ValueError(f"implementation ({implementation!r}) must be None or one of {sorted(_IMPLEMENTATIONS)}")
     return implementation
 
