@@ -12,6 +12,7 @@ import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType
 from operator_base import (
     POLICIES,
     Inputs,
@@ -35,6 +36,7 @@ from operator_base import (
 import libra_jax
 from libra_jax.attention import LSE_NAME, OUT_NAME
 from libra_jax.spec import PoolSpec
+from libra_jax.tables import PlanTables
 
 S = 64
 ROOMY = 16.0
@@ -417,7 +419,7 @@ def test_10_a_mesh_of_another_shape():
 def test_10_another_number_of_pools_or_sequences():
     small = make_spec(2, 2)
     inputs = random_inputs(np.random.default_rng(0), 4, small)
-    with pytest.raises(ValueError, match=r"\(1, 2, 2\).*\(2, 2, 2\)"):
+    with pytest.raises(ValueError, match=r"\(1, 2, 2, .*2 pools.*\(2, 2, 2, "):
         attend(small, (2, 2, 2), make_plans(LENGTHS, small), inputs)
     with pytest.raises(ValueError, match=r"\(2, 64.*\(4, 64"):
         attend(small, (2, 2, 2), make_plans(LENGTHS * 2, small), Inputs(*(x[:2] for x in inputs)))
@@ -451,3 +453,47 @@ def test_10_a_plan_for_other_documents():
     libra_jax.check_batch(plans, oracle.segments(LENGTHS, S))
     with pytest.raises(ValueError, match=r"sequence 0, token 39"):
         libra_jax.check_batch(plans, oracle.segments([[39, 25], [64]], S))
+
+
+@pytest.mark.parametrize("name", PlanTables.table_names())
+def test_10_a_table_of_another_shape_or_type(name):
+    plans = make_plans(LENGTHS, SPEC)
+    table = getattr(plans, name)
+    for wrong in (table[..., :-1], np.concatenate([table, table]), table.astype(np.float32), None):
+        with pytest.raises(ValueError, match=rf"table {name} is .*int32"):
+            attend(plans=dataclasses.replace(plans, **{name: wrong}))
+
+
+def test_10_what_is_no_plan_and_no_mesh():
+    with pytest.raises(TypeError, match="stack_plans"):
+        attend(plans=libra_jax.plan_pool(LENGTHS, SPEC))
+    with pytest.raises(TypeError, match="mesh must be"):
+        inputs = random_inputs(np.random.default_rng(0), 2, SPEC)
+        libra_jax.libra_attention(*inputs[:3], make_plans(LENGTHS, SPEC), spec=SPEC, mesh=None)
+
+
+def test_10_mesh_axes_of_two_types():
+    kinds = (AxisType.Explicit, AxisType.Auto, AxisType.Auto)
+    mesh = jax.make_mesh((1, 2, 4), ("pool", "dp", "cp"), axis_types=kinds)
+    inputs = random_inputs(np.random.default_rng(0), 2, SPEC)
+    with pytest.raises(ValueError, match=r"one type.*Explicit.*Auto"):
+        libra_jax.libra_attention(*inputs[:3], make_plans(LENGTHS, SPEC), spec=SPEC, mesh=mesh)
+
+
+def test_4_second_derivatives_and_forward_mode_are_refused():
+    """Rows travel as integers, so these would be wrong without a word as soon as anything travels."""
+    inputs = random_inputs(np.random.default_rng(0), 2, SPEC)
+
+    def loss(q):
+        return jnp.sum(attend(inputs=inputs._replace(q=q)) ** 2)
+
+    q = jnp.asarray(inputs.q)
+    for second in (
+        lambda: jax.jvp(jax.grad(loss), (q,), (q,)),
+        lambda: jax.grad(lambda q: jnp.sum(jax.grad(loss)(q) ** 2))(q),
+        lambda: jax.hessian(loss)(q),
+    ):
+        with pytest.raises(TypeError, match="first derivatives"):
+            jax.eval_shape(second)
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(loss, (q,), (q,))
