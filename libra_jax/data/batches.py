@@ -100,12 +100,12 @@ class StepBatches(grain.MapDataset):
         rows = [self._row(number) for number in slots.ravel()]
         shape = (sampler.micro_steps, sampler.pools * spec.pool_size, spec.seq_len)
         batch: dict[str, Any] = {name: np.stack([row[name] for row in rows]).reshape(shape) for name in rows[0]}
-        plans = [[self.planner([self._lengths(n) for n in pool], spec) for pool in pools] for pools in slots]
+        plans = [[self.planner([sampler.document_lengths(n) for n in pool], spec) for pool in pools] for pools in slots]
         return batch | {
             "plans": stack_micro_steps([stack_plans(pools) for pools in plans]),
             "stats": [plan.stats for pools in plans for plan in pools],
             "sequence_ids": slots,
-            "lengths": [self._lengths(number) for number in sampler.step_sequences(index)],
+            "lengths": [sampler.document_lengths(number) for number in sampler.step_sequences(index)],
             "epoch": sampler.epoch(index),
         }
 
@@ -121,9 +121,6 @@ class StepBatches(grain.MapDataset):
             "seed": sampler.seed,
             "order": sampler.fingerprint,
         }
-
-    def _lengths(self, number: int) -> list[int]:
-        return [] if number == EMPTY else self.sampler.lengths[number].tolist()
 
     def _row(self, number: int) -> dict[str, np.ndarray]:
         documents = [] if number == EMPTY else [self.documents[int(i)] for i in self.packed[number]]

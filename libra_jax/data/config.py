@@ -23,7 +23,9 @@ class DataConfig:
     max_documents: int | None = None
     """Most documents in one sequence; None: no limit."""
     across: Literal["all", "pools"] = "pools"
-    """Make all slots of a step equal, or only the pools of each micro-step; see `libra_jax.place`."""
+    """Make all slots of a step equal, or only the pools of each micro-step; see `libra_jax.place`. Pools wait for one
+    another within a micro-step only, unless a pipeline lets micro-steps overlap. This trainer has none, so "pools", the
+    easier aim, loses nothing; `place` itself cannot know, and defaults to "all"."""
     last_step: Literal["pad", "drop"] = "pad"
     """An epoch's last, partial step: fill it with empty sequences, or leave its sequences out of this epoch."""
     prefetch: int = dataclasses.field(default=2, metadata={"may_change": True})

@@ -91,6 +91,10 @@ class PoolSampler:
         work = np.where(sequences == EMPTY, 0.0, self.seconds[sequences])
         return sequences[place(work, self.spec.pool_size, self.pools, self.across)]
 
+    def document_lengths(self, number: int) -> list[int]:
+        """Document lengths of one sequence by its number; none where it is `EMPTY`."""
+        return [] if number == EMPTY else self.lengths[number].tolist()
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """Stands for everything that decides which sequences a step holds: lengths, seed, step size, last step.

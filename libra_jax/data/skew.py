@@ -164,7 +164,9 @@ def _inspect_step(sampler: PoolSampler, step: int, cost: CostModel) -> dict[str,
     placed, arrived = sampler[step], sampler.step_sequences(step).reshape(-1, pools, spec.pool_size)
     work = _seconds(sampler, arrived)
     bound = slot_lower_bound(work.ravel(), spec.pool_size, pools, sampler.across)
-    plans = [plan_pool([_lengths(sampler, n) for n in pool], spec) for pool in placed.reshape(-1, spec.pool_size)]
+    plans = [
+        plan_pool([sampler.document_lengths(n) for n in pool], spec) for pool in placed.reshape(-1, spec.pool_size)
+    ]
     libra = [np.stack([plan.stats.work, plan.stats.blocks], axis=-1) for plan in plans]
 
     def busiest_pool(slots: np.ndarray) -> float:
@@ -195,12 +197,8 @@ def _seconds(sampler: PoolSampler, slots: np.ndarray) -> np.ndarray:
     return np.where(slots == EMPTY, 0.0, sampler.seconds[slots])
 
 
-def _lengths(sampler: PoolSampler, number: int) -> list[int]:
-    return [] if number == EMPTY else sampler.lengths[number].tolist()
-
-
 def _rank_work(sampler: PoolSampler, slots: np.ndarray, policy: Policy) -> np.ndarray:
     """(micro_steps, pools, N, 2) pages and blocks of each rank when `policy` assigns these slots."""
     pools = slots.reshape(-1, sampler.spec.pool_size)
-    counts = [policy_work([_lengths(sampler, n) for n in pool], sampler.spec, policy) for pool in pools]
+    counts = [policy_work([sampler.document_lengths(n) for n in pool], sampler.spec, policy) for pool in pools]
     return np.stack(counts).reshape(*slots.shape[:2], sampler.spec.ranks, 2)
