@@ -1,56 +1,16 @@
-"""The input pipeline: nothing lost, nothing twice, the same whenever and wherever it is asked for.
-
-Case ids (C01 ...) are those of shared scenarios that other training frameworks got wrong; each test says its own.
-"""
-
-import dataclasses
-import json
-import pickle
-import random
-import subprocess
-import sys
+"""Text files become documents, and documents fill sequences: nothing is lost, nothing is there twice."""
 
 import numpy as np
 import pytest
+from data_base import write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra_jax.data import DataConfig, PoolSampler, StepBatches, TextDocuments, open_batches, pack_documents
-from libra_jax.data.batches import BatchIterator, sequence_arrays
+from libra_jax.data import DataConfig, TextDocuments, pack_documents
+from libra_jax.data.batches import sequence_arrays
 from libra_jax.data.documents import END_OF_DOCUMENT, PADDING_TOKEN, VOCAB_SIZE, cut, decode, encode, text_files
-from libra_jax.data.sampler import EMPTY
-from libra_jax.plan import check_batch
-from libra_jax.spec import PoolSpec
 
-HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
-
-
-def small_spec(seq_len=64, pool_size=2, cp=2, block=8):
-    return PoolSpec(seq_len=seq_len, pool_size=pool_size, cp=cp, block=block, **HEADS)
-
-
-class Documents:
-    """Documents of given lengths: token t of document d is d * 1000 + t."""
-
-    def __init__(self, lengths):
-        self.lengths, self.fingerprint = np.asarray(lengths), f"documents {list(lengths)}"
-
-    def __getitem__(self, index):
-        return np.arange(self.lengths[index], dtype=np.int32) + 1000 * index
-
-
-def batches_of(lengths, spec, **options):
-    documents = Documents(lengths)
-    packed = pack_documents(lengths, spec.seq_len, seed=options.get("seed", 0))
-    sampler = PoolSampler([documents.lengths[numbers] for numbers in packed], spec, **options)
-    return StepBatches(documents, packed, sampler)
-
-
-def served(sampler, steps):
-    return [sampler[step].ravel().tolist() for step in steps]
-
-
-# ---------------------------------------------------------------------------------------------------------- documents
+# ----------------------------------------------------------------------------------------------------------- documents
 
 
 @settings(deadline=None)
@@ -59,12 +19,6 @@ def test_cut_keeps_every_token_once(lengths, seq_len):
     document, start, length = cut(np.array(lengths, np.int64), seq_len)
     expected = [(d, s, min(seq_len, whole - s)) for d, whole in enumerate(lengths) for s in range(0, whole, seq_len)]
     assert list(zip(document.tolist(), start.tolist(), length.tolist(), strict=True)) == expected
-
-
-def write(folder, files):
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
 
 
 def test_text_files_become_documents(tmp_path):
@@ -81,7 +35,8 @@ def test_text_files_become_documents(tmp_path):
     assert TextDocuments.open(64, [tmp_path], suffixes=(".bin",)).lengths.tolist() == [2]
 
 
-def test_c07_a_long_document_is_cut_and_counted(tmp_path):
+def test_a_long_document_is_cut_and_counted(tmp_path):
+    """40 tokens in sequences of 16: pieces of 16, 16 and 8, each with positions from 0. Never silently."""
     write(tmp_path, {"long.txt": bytes(range(39)), "short.txt": b"ab"})
     documents = TextDocuments.open(16, [tmp_path])
     assert documents.lengths.tolist() == [16, 16, 8, 3]
@@ -106,6 +61,16 @@ def test_documents_of_a_package_have_the_same_names_everywhere():
     assert "optax/__init__.py" in documents.names
     assert documents.fingerprint == TextDocuments.open(1024, packages=["optax"]).fingerprint
     assert documents.fingerprint != TextDocuments.open(512, packages=["optax"]).fingerprint
+
+
+def test_the_fingerprint_stands_for_the_content(tmp_path):
+    """The same names and sizes with other bytes are other documents."""
+    write(tmp_path, {"a.txt": b"eels", "b.txt": b"bees"})
+    before = TextDocuments.open(16, [tmp_path]).fingerprint
+    write(tmp_path, {"b.txt": b"bxxs"})
+    assert TextDocuments.open(16, [tmp_path]).fingerprint != before
+    write(tmp_path, {"b.txt": b"bees"})
+    assert TextDocuments.open(16, [tmp_path]).fingerprint == before
 
 
 def test_a_changed_file_is_refused(tmp_path):
@@ -146,7 +111,7 @@ def test_bad_data_config_is_refused_by_name(values, words):
         DataConfig(**({"paths": ("x",)} | values))
 
 
-# ------------------------------------------------------------------------------------------------------------ packing
+# ------------------------------------------------------------------------------------------------------------- packing
 
 
 @settings(deadline=None, max_examples=40)
@@ -174,7 +139,8 @@ def test_packing_fills_sequences_and_shuffles_by_seed():
     assert [s.tolist() for s in packed] != [s.tolist() for s in pack_documents(lengths, 256, seed=1)]
 
 
-def test_c07_limit_of_documents_holds_in_every_sequence():
+def test_limit_of_documents_holds_in_every_sequence():
+    """12 documents of one token, at most 5 a sequence: the limit holds for sequences opened later, too."""
     assert [len(s) for s in pack_documents([1] * 12, 16)] == [12]
     assert sorted(len(s) for s in pack_documents([1] * 12, 16, max_documents=5)) == [2, 5, 5]
 
@@ -194,352 +160,3 @@ def test_bad_packing_is_refused_by_name(arguments, options, words):
         pack_documents(*arguments, **options)
     for word in words:
         assert word in str(error.value)
-
-
-C02 = {"lengths": [8, 12, 5, 7, 3], "seq_len": 20, "seed": 7}
-
-
-def c02_order():
-    spec = small_spec(seq_len=20, pool_size=1, cp=1, block=4)
-    batches = batches_of(C02["lengths"], spec, seed=C02["seed"])
-    return [s.tolist() for s in batches.packed], [batches.sampler[step].tolist() for step in range(8)]
-
-
-def test_c02_order_is_a_function_of_the_arguments():
-    import jax
-
-    before = c02_order()
-    random.random()
-    np.random.rand(1000)
-    np.random.seed(3)
-    jax.random.normal(jax.random.key(0), (1000,))
-    assert c02_order() == before
-    state = np.random.get_state()[1].tolist()
-    c02_order()
-    assert np.random.get_state()[1].tolist() == state
-
-
-def test_c02_order_is_the_same_in_a_fresh_process():
-    code = f"""
-import json
-from libra_jax.data import PoolSampler, pack_documents
-from libra_jax.spec import PoolSpec
-lengths, seq_len, seed = {C02["lengths"]}, {C02["seq_len"]}, {C02["seed"]}
-spec = PoolSpec(seq_len=seq_len, pool_size=1, cp=1, block=4, num_heads=2, num_kv_heads=1, head_dim=8)
-packed = pack_documents(lengths, seq_len, seed=seed)
-sampler = PoolSampler([[lengths[i] for i in s] for s in packed], spec, seed=seed)
-print(json.dumps([[s.tolist() for s in packed], [sampler[step].tolist() for step in range(8)]]))
-"""
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert json.loads(done.stdout) == json.loads(json.dumps(c02_order()))
-
-
-def test_c02_steps_can_be_asked_for_in_any_order():
-    lengths = np.random.default_rng(1).integers(1, 65, 40)
-    spec = small_spec()
-    forwards = batches_of(lengths, spec, pools=2)
-    backwards = batches_of(lengths, spec, pools=2)
-    later = [backwards[step]["tokens"] for step in (5, 0)]
-    np.testing.assert_array_equal(forwards[0]["tokens"], later[1])
-    np.testing.assert_array_equal(forwards[5]["tokens"], later[0])
-
-
-# ------------------------------------------------------------------------------------------------------------ sampler
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    st.lists(st.lists(st.integers(1, 8), max_size=4), min_size=1, max_size=30),
-    st.integers(1, 3),
-    st.integers(1, 2),
-    st.integers(1, 3),
-    st.sampled_from(["pad", "drop"]),
-    st.sampled_from(["all", "pools"]),
-)
-def test_an_epoch_serves_every_sequence_once(lengths, pool_size, pools, micro_steps, last_step, across):
-    spec = small_spec(seq_len=32, pool_size=pool_size, cp=1, block=4)
-    options = {"pools": pools, "micro_steps": micro_steps, "last_step": last_step, "across": across}
-    per_step = pool_size * pools * micro_steps
-    if last_step == "drop" and len(lengths) < per_step:
-        with pytest.raises(ValueError, match=f"{len(lengths)} sequences .* {per_step}"):
-            PoolSampler(lengths, spec, **options)
-        return
-    sampler = PoolSampler(lengths, spec, **options)
-    for epoch in range(2):
-        steps = range(epoch * sampler.steps_per_epoch, (epoch + 1) * sampler.steps_per_epoch)
-        for step in steps:
-            slots = sampler[step]
-            assert slots.shape == (micro_steps, pools, pool_size)
-            real = slots[slots != EMPTY].tolist()
-            assert len(real) == len(set(real))
-            assert sorted(slots.ravel().tolist()) == sorted(sampler.step_sequences(step).tolist())
-            assert sampler.epoch(step) == epoch
-        seen = [number for step in served(sampler, steps) for number in step if number != EMPTY]
-        expected = len(lengths) if last_step == "pad" else len(lengths) // per_step * per_step
-        assert len(seen) == len(set(seen)) == expected
-
-
-def c01_batches():
-    rng = np.random.default_rng(0)
-    spec = small_spec(seq_len=32, pool_size=2, cp=1, block=4)
-    documents = Documents(rng.integers(17, 33, 32))  # more than half a sequence each, so 32 sequences
-    packed = pack_documents(documents.lengths, 32)
-    sampler = PoolSampler([documents.lengths[s] for s in packed], spec, pools=2, seed=1)
-    return StepBatches(documents, packed, sampler)
-
-
-def take(iterator, steps):
-    return [next(iterator) for _ in range(steps)]
-
-
-def test_c01_resume_position():
-    whole = BatchIterator(c01_batches())
-    run_a = take(whole, 24)
-    whole.close()
-    assert c01_batches().sampler.steps_per_epoch == 8
-
-    first = BatchIterator(c01_batches())
-    run_b = take(first, 2)
-    state = json.loads(json.dumps(first.get_state()))
-    first.close()
-    second = BatchIterator(c01_batches())
-    second.set_state(state)
-    run_b += take(second, 11)
-    state = json.loads(json.dumps(second.get_state()))
-    second.close()
-    assert state["next_index"] == 13
-    third = BatchIterator(c01_batches())
-    third.set_state(state)
-    run_b += take(third, 11)
-    third.close()
-
-    for a, b in zip(run_a, run_b, strict=True):
-        np.testing.assert_array_equal(a["sequence_ids"], b["sequence_ids"])
-        np.testing.assert_array_equal(a["tokens"], b["tokens"])
-    ids = [batch["sequence_ids"].ravel().tolist() for batch in run_a]
-    rest = {number for step in ids[2:8] for number in step}
-    assert len(rest) == 24
-    assert rest == set(range(32)) - set(ids[0] + ids[1])
-    for epoch in (ids[8:16], ids[16:24]):
-        assert sorted(number for step in epoch for number in step) == list(range(32))
-    assert ids[:8] != ids[8:16]
-
-
-def test_c03_document_in_flight():
-    lengths = [10, 9, 4, 7, 16, 3]
-    spec = small_spec(seq_len=16, pool_size=1, cp=1, block=4)
-    steps = batches_of(lengths, spec).sampler.steps_per_epoch
-    whole = BatchIterator(batches_of(lengths, spec))
-    expected = take(whole, steps)
-    whole.close()
-    start = BatchIterator(batches_of(lengths, spec))
-    both = take(start, 1)
-    state = start.get_state()
-    start.close()
-    rest = BatchIterator(batches_of(lengths, spec))
-    rest.set_state(state)
-    both += take(rest, steps - 1)
-    rest.close()
-    for a, b in zip(expected, both, strict=True):
-        np.testing.assert_array_equal(a["tokens"], b["tokens"])
-    tokens = np.concatenate([b["tokens"][b["segment_ids"] > 0] for b in both])
-    assert len(tokens) == len(set(tokens.tolist())) == 49
-    assert sorted(tokens.tolist()) == [d * 1000 + t for d, length in enumerate(lengths) for t in range(length)]
-
-
-def test_c04_host_count_does_not_matter():
-    """A step is a function of its number: one position serves any number of hosts, each taking its own rows."""
-    batches = batches_of(np.random.default_rng(2).integers(17, 65, 100), small_spec(pool_size=4), pools=4)
-    iterator = BatchIterator(batches)
-    take(iterator, 3)
-    assert set(iterator.get_state()) == {"next_index", "data"}
-    expected = next(iterator)
-    iterator.close()
-    for hosts in (2, 1):
-        rows = [batches[3]["tokens"][:, host * 16 // hosts : (host + 1) * 16 // hosts] for host in range(hosts)]
-        np.testing.assert_array_equal(np.concatenate(rows, axis=1), expected["tokens"])
-
-
-def test_c05_all_ranks_have_the_same_steps():
-    """10 sequences, 3 ranks, 2 a rank: a step is one thing for all ranks, so none can run ahead."""
-    lengths = [[8]] * 10
-    spec = small_spec(pool_size=6, cp=1)
-    dropped = PoolSampler(lengths, spec, last_step="drop")
-    assert dropped.steps_per_epoch == 1
-    padded = PoolSampler(lengths, spec, last_step="pad")
-    assert padded.steps_per_epoch == 2
-    for sampler in (dropped, padded):
-        assert [sampler[step].shape for step in range(4)] == [(1, 1, 6)] * 4
-        assert served(sampler, [1]) == served(PoolSampler(lengths, spec, last_step=sampler.last_step), [1])
-    assert dropped.epoch(1) == 1
-
-
-def test_c06_a_partial_step_is_filled_with_padding():
-    batches = batches_of([40, 50, 60], small_spec(pool_size=2), pools=2)
-    batch = batches[0]
-    assert sorted(batch["sequence_ids"].ravel().tolist()) == [EMPTY, 0, 1, 2]
-    empty = batch["sequence_ids"].reshape(1, 4) == EMPTY
-    assert (batch["tokens"][empty] == PADDING_TOKEN).all()
-    assert (batch["targets"][empty] == -1).all()
-    assert (batch["segment_ids"][empty] == 0).all()
-    assert (batch["targets"] >= 0).sum() == 40 + 50 + 60 - 3
-    with pytest.raises(ValueError, match="3 sequences do not fill one step of 4"):
-        PoolSampler([[40], [50], [60]], small_spec(pool_size=2), pools=2, last_step="drop")
-
-
-def test_c11_each_step_keeps_its_own_sequences():
-    """Costs of 64-token sequences; over two steps of 8, placement never moves one to the other step."""
-    lengths = [[64], [32, 32], [16] * 4, [8] * 8, [48, 16], [40, 8, 8, 8], [60, 2, 2], [4] * 16] * 2
-    for across in ("all", "pools"):
-        sampler = PoolSampler(lengths, small_spec(pool_size=2, cp=1), pools=2, micro_steps=2, across=across)
-        steps = [sampler.step_sequences(step).tolist() for step in range(2)]
-        assert [sorted(s) for s in served(sampler, range(2))] == [sorted(s) for s in steps]
-        assert sorted(steps[0] + steps[1]) == list(range(16))
-
-
-def test_sampler_balances_the_pools_of_a_step():
-    rng = np.random.default_rng(4)
-    lengths = [[int(x)] for x in rng.integers(1, 2049, 64)]
-    sampler = PoolSampler(lengths, small_spec(seq_len=2048, pool_size=4, block=64), pools=4)
-    placed, in_order = [], []
-    for step in range(4):
-        for slots, result in ((sampler[step], placed), (sampler.step_sequences(step).reshape(1, 4, 4), in_order)):
-            pools = sampler.seconds[slots].sum(axis=-1)
-            result.append(pools.max() / pools.mean())
-    assert np.mean(placed) < 1.02 < 1.2 < np.mean(in_order)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"pools": 0}, ["pools (0)"]),
-        ({"micro_steps": 1.5}, ["micro_steps (1.5)"]),
-        ({"last_step": "repeat"}, ["'repeat'"]),
-        ({"lengths": []}, ["0 sequences"]),
-        ({"lengths": [[8], [70]]}, ["sequence 1", "70", "64"]),
-    ],
-)
-def test_bad_sampler_is_refused_by_name(options, words):
-    with pytest.raises(ValueError) as error:
-        PoolSampler(**({"lengths": [[8]], "spec": small_spec()} | options))
-    for word in words:
-        assert word in str(error.value)
-    with pytest.raises(IndexError, match=r"step \(-1\)"):
-        PoolSampler([[8]], small_spec())[-1]
-
-
-# ------------------------------------------------------------------------------------------------------------ batches
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 12), max_size=5), st.integers(0, 5))
-def test_c08_targets_never_cross_a_document(lengths, padding):
-    documents = [np.arange(length, dtype=np.int32) + 100 * (d + 1) for d, length in enumerate(lengths)]
-    seq_len = sum(lengths) + padding
-    arrays = sequence_arrays(documents, seq_len)
-    shifted_before = [np.append(tokens[1:], -1) for tokens in documents]
-    expected = np.concatenate([*shifted_before, np.full(padding, -1)]).astype(int)
-    assert arrays["targets"].tolist() == expected.tolist()
-    assert all(array.dtype == np.int32 and array.shape == (seq_len,) for array in arrays.values())
-
-
-def test_c08_boundary_targets():
-    arrays = sequence_arrays([np.arange(5, dtype=np.int32), np.arange(3, dtype=np.int32)], 10)
-    assert np.flatnonzero(arrays["targets"] == -1).tolist() == [4, 7, 8, 9]
-    assert arrays["segment_ids"].tolist() == [1] * 5 + [2] * 3 + [0] * 2
-    assert arrays["positions"].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 0]
-
-
-def test_a_batch_and_its_plans_belong_together():
-    spec = small_spec(seq_len=64, pool_size=2, cp=2)
-    batches = batches_of(np.random.default_rng(5).integers(1, 65, 60), spec, pools=2, micro_steps=2)
-    batch = batches[1]
-    for name in ("tokens", "targets", "segment_ids", "positions"):
-        assert batch[name].shape == (2, 4, 64)
-        assert batch[name].dtype == np.int32
-    plans = batch["plans"]
-    assert plans.first_visible.shape == (2, 2, 2, 2, 32)
-    for micro_step in range(2):
-        check_batch(plans.map(lambda table, m=micro_step: table[m]), batch["segment_ids"][micro_step])
-    with pytest.raises(ValueError, match="not this batch's"):
-        check_batch(plans.map(lambda table: table[0]), batch["segment_ids"][1])
-    assert len(batch["stats"]) == 4
-    assert sum(stats.work.sum() for stats in batch["stats"]) > 0
-    assert sorted(batch["sequence_ids"].ravel().tolist()) == sorted(batches.sampler.step_sequences(1).tolist())
-    assert batch["lengths"] == [batches.sampler.lengths[n].tolist() for n in batches.sampler.step_sequences(1)]
-    row = batch["sequence_ids"].reshape(2, 4)[1, 2]
-    documents = [batches.documents[i] for i in batches.packed[row]]
-    np.testing.assert_array_equal(batch["tokens"][1, 2], sequence_arrays(documents, 64)["tokens"])
-
-
-def test_batches_come_from_text_and_orbax_restores_the_position(tmp_path):
-    from orbax.checkpoint import v1 as ocp
-
-    write(tmp_path / "text", {f"{i}.txt": bytes([97 + i % 26]) * (13 * i % 90 + 1) for i in range(60)})
-    config = DataConfig(paths=(str(tmp_path / "text"),))
-    first = open_batches(config, small_spec(), pools=2)
-    take(first, 3)
-    ocp.save_checkpointables(tmp_path / "checkpoint", {"data": first})
-    expected = take(first, 2)
-    first.close()
-    second = open_batches(config, small_spec(), pools=2)
-    ocp.load_checkpointables(tmp_path / "checkpoint", {"data": second})
-    for a, b in zip(expected, take(second, 2), strict=True):
-        np.testing.assert_array_equal(a["tokens"], b["tokens"])
-        assert a["stats"][0].work.tolist() == b["stats"][0].work.tolist()
-    second.close()
-
-    write(tmp_path / "text", {"new.txt": b"one more"})
-    third = open_batches(config, small_spec(), pools=2)
-    with pytest.raises(Exception) as error:
-        ocp.load_checkpointables(tmp_path / "checkpoint", {"data": third})
-    assert "belongs to other data" in str(error.value.__cause__)  # Orbax wraps what a restore raises
-    third.close()
-
-
-@pytest.mark.parametrize(
-    ("change", "names"),
-    [({"seq_len": 128}, ["seq_len", "64", "128"]), ({"pool_size": 4}, ["sequences_per_step", "4 saved", "8 now"])],
-)
-def test_c10_a_position_of_other_data_is_refused(change, names):
-    lengths = np.random.default_rng(6).integers(1, 65, 60)
-    start = BatchIterator(batches_of(lengths, small_spec(), pools=2))
-    other = BatchIterator(batches_of(lengths, dataclasses.replace(small_spec(), **change), pools=2))
-    with pytest.raises(ValueError) as error:
-        other.set_state(start.get_state())
-    for name in names:
-        assert name in str(error.value)
-    start.close()
-    other.close()
-
-
-def test_c10_what_does_not_touch_the_data_may_change():
-    """Four sequences a step as 2 pools of 2 or 1 pool of 4: the same steps, so a position stays valid."""
-    lengths = np.random.default_rng(6).integers(1, 65, 60)
-    start = BatchIterator(batches_of(lengths, small_spec(pool_size=2), pools=2))
-    take(start, 2)
-    other = BatchIterator(batches_of(lengths, small_spec(pool_size=4, cp=1), pools=1), prefetch=0)
-    other.set_state(start.get_state())
-    assert sorted(next(start)["sequence_ids"].ravel()) == sorted(next(other)["sequence_ids"].ravel())
-    start.close()
-    other.close()
-
-
-def test_a_sampler_can_be_sent_to_another_process():
-    sampler = PoolSampler([[8 + i] for i in range(20)], small_spec(), pools=2, seed=3)
-    copy = pickle.loads(pickle.dumps(sampler))
-    assert served(copy, range(8)) == served(sampler, range(8))
-
-
-def test_lists_that_do_not_belong_together_are_refused():
-    sampler = PoolSampler([[8], [8]], small_spec())
-    with pytest.raises(ValueError, match="1 packed sequences, but the sampler knows 2"):
-        StepBatches(Documents([8]), [np.array([0])], sampler)
-
-
-def test_documents_and_sampler_need_neither_grain_nor_jax():
-    code = (
-        "import sys; import libra_jax.data.documents, libra_jax.data.sampler; from libra_jax.data import DataConfig;"
-        "assert not {'grain', 'jax'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,43 @@
+"""What the tests of the input pipeline share: shapes, documents whose tokens say where they come from, and batches."""
+
+import numpy as np
+
+from libra_jax.data import PoolSampler, StepBatches, pack_documents
+from libra_jax.spec import PoolSpec
+
+HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
+
+
+def small_spec(seq_len=64, pool_size=2, cp=2, block=8):
+    return PoolSpec(seq_len=seq_len, pool_size=pool_size, cp=cp, block=block, **HEADS)
+
+
+class Documents:
+    """Documents of given lengths: token t of document d is d * 1000 + t."""
+
+    def __init__(self, lengths):
+        self.lengths, self.fingerprint = np.asarray(lengths), f"documents {list(lengths)}"
+
+    def __getitem__(self, index):
+        return np.arange(self.lengths[index], dtype=np.int32) + 1000 * index
+
+
+def batches_of(lengths, spec, **options):
+    documents = Documents(lengths)
+    packed = pack_documents(lengths, spec.seq_len, seed=options.get("seed", 0))
+    sampler = PoolSampler([documents.lengths[numbers] for numbers in packed], spec, **options)
+    return StepBatches(documents, packed, sampler)
+
+
+def served(sampler, steps):
+    return [sampler[step].ravel().tolist() for step in steps]
+
+
+def take(iterator, steps):
+    return [next(iterator) for _ in range(steps)]
+
+
+def write(folder, files):
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
