@@ -1,4 +1,4 @@
-"""A small Qwen3 on the text of installed Python packages: eight virtual CPU devices, about three minutes.
+"""A small Qwen3 on the text of installed Python packages: eight virtual CPU devices, a few minutes on two cores.
 
 Documents are files, from one line to hundreds of thousands of bytes, so attention work is spread as unevenly as it is
 in long-context corpora. Nothing is downloaded.

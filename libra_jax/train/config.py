@@ -62,7 +62,7 @@ class AttentionConfig:
     block: int = 128
     """Tokens in a block and in a page."""
     waves: int = free(2)
-    """Kernel launches a step is cut into, see `PoolSpec`."""
+    """Kernel launches a pass of attention is cut into, see `PoolSpec`."""
     capacity: float | None = free(None)
     """Room for what a rank receives, in units of its home blocks; None chooses."""
     window: int | None = None

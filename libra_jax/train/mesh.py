@@ -11,9 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from libra_jax.attention import MESH_AXES
 from libra_jax.train.config import MeshConfig
-
-AXES = ("pool", "dp", "cp")
 
 
 def start_devices(config: MeshConfig) -> None:
@@ -52,13 +51,13 @@ def make_mesh(
             f"{config.devices} devices, and there are {len(found)} ({found[0].platform}){way_out}"
         )
     shape = (config.pools, config.pool_size, config.cp)
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=found)
+    return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=found)
 
 
 def batch_shardings(mesh: Mesh, arrays: dict[str, Any], plans: Any) -> tuple[dict[str, NamedSharding], Any]:
     """Shardings of a step's arrays (micro_steps, sequences, seq_len) and tables (micro_steps, pools, dp, cp, ...)."""
     rows = NamedSharding(mesh, PartitionSpec(None, ("pool", "dp"), "cp"))
-    tables = NamedSharding(mesh, PartitionSpec(None, *AXES))
+    tables = NamedSharding(mesh, PartitionSpec(None, *MESH_AXES))
     return dict.fromkeys(arrays, rows), jax.tree.map(lambda _: tables, plans)
 
 
@@ -75,6 +74,8 @@ def state_shardings(mesh: Mesh, state: Any) -> Any:
         if not fits:
             return NamedSharding(mesh, PartitionSpec())
         longest = max(fits, key=lambda d: leaf.shape[d])
-        return NamedSharding(mesh, PartitionSpec(*[AXES if d == longest else None for d in range(len(leaf.shape))]))
+        return NamedSharding(
+            mesh, PartitionSpec(*[MESH_AXES if d == longest else None for d in range(len(leaf.shape))])
+        )
 
     return jax.tree.map_with_path(sharding, state)
