@@ -9,8 +9,11 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import os
 import shlex
+import shutil
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,8 +55,9 @@ def train(args: list[str]) -> int:
         return 0 if args else 2
     name, overrides = args[0], args[1:]
     if name.startswith("-"):
-        raise UsageError(f"the config comes first: libra train CONFIG {' '.join(args)}")
-    config = override(load_config(name), overrides, prog=f"libra train {name}")
+        raise UsageError(f"the config comes first: {program()} train CONFIG {shlex.join(args)}")
+    command = f"{program()} train"
+    config = override(load_config(name), overrides, prog=f"{command} {name}")
 
     from rich.console import Console
 
@@ -69,8 +73,8 @@ def train(args: list[str]) -> int:
     except RunStopped as error:
         return _complain(error, 1)
     except KeyboardInterrupt:
-        return _complain(f"stopped by the user; `libra train {shlex.join(args)}` goes on from the last checkpoint", 130)
-    report(config, result, console, command=f"libra train {shlex.join([name, *_without_steps(overrides)])}")
+        return _complain(f"stopped by the user; to go on from the last checkpoint: {command} {shlex.join(args)}", 130)
+    report(config, result, console, command=f"{command} {shlex.join([name, *_without_steps(overrides)])}")
     return 0
 
 
@@ -90,7 +94,7 @@ def inspect(args: list[str]) -> int:
     from libra_jax import inspect_corpus
 
     positional = (tyro.conf.PositionalRequiredArgs,)
-    options = tyro.cli(inspect_corpus.InspectOptions, args=args, prog="libra inspect", config=positional)
+    options = tyro.cli(inspect_corpus.InspectOptions, args=args, prog=f"{program()} inspect", config=positional)
     try:
         return inspect_corpus.run(options)
     except (ValueError, OSError) as error:
@@ -103,6 +107,16 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
 }
 
 
+def program() -> str:
+    """This program as the user called it, for messages that can be pasted; `libra` where that is not known."""
+    called = sys.argv[0]
+    if Path(called) == Path(__file__):  # python -m libra_jax.cli
+        return f"{shlex.quote(sys.orig_argv[0])} -m libra_jax.cli"
+    if Path(called).name != "libra" or (os.path.isabs(called) and called == shutil.which("libra")):
+        return "libra"
+    return shlex.quote(called)
+
+
 def config_path(name: str, folder: Path = CONFIGS) -> Path:
     """The file of a config: a path as it is, a name in `folder`. Raises UsageError with the nearest name."""
     if name.endswith(".py") or "/" in name:
@@ -111,6 +125,8 @@ def config_path(name: str, folder: Path = CONFIGS) -> Path:
         return Path(name)
     path = folder / f"{name}.py"
     if not path.is_file():
+        if Path(f"{name}.py").is_file():
+            raise UsageError(f"there is no config {name!r} in the folder {folder}; did you mean {name}.py?")
         there = sorted(file.stem for file in folder.glob("[!_]*.py"))
         if not there:
             raise UsageError(
@@ -130,14 +146,24 @@ def load_config(name: str) -> TrainConfig:
     try:
         spec.loader.exec_module(module)
         config = module.config() if hasattr(module, "config") else None
-    except (SyntaxError, ImportError, ValueError, TypeError) as error:
-        raise UsageError(f"{path} could not be loaded: {type(error).__name__}: {error}") from error
+    except Exception as error:  # whatever the user's own code raises
+        what = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{path} could not be loaded: {what}{_line_of(error, path)}") from error
 
     from libra_jax.train.config import TrainConfig
 
     if not isinstance(config, TrainConfig):
         raise UsageError(f"{path} must have a function `config() -> TrainConfig`, got {type(config).__name__} from it")
     return config
+
+
+def _line_of(error: Exception, path: Path) -> str:
+    """Where in the file at `path` an error came from; a syntax error in that file says so itself."""
+    if isinstance(error, SyntaxError) and error.filename and Path(error.filename).resolve() == path.resolve():
+        return ""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
+    return f" ({path}, line {lines[-1]})" if lines else ""
 
 
 def override(config: TrainConfig, args: list[str], prog: str) -> TrainConfig:
@@ -155,7 +181,7 @@ def override(config: TrainConfig, args: list[str], prog: str) -> TrainConfig:
 def _overview() -> str:
     width = max(len(name) for name in COMMANDS)
     lines = "\n".join(f"  {name:<{width}}  {what}" for name, (what, _) in COMMANDS.items())
-    return f"usage: libra COMMAND ...\n\n{lines}\n\nlibra COMMAND --help says more."
+    return f"usage: libra COMMAND ...\n\n{lines}\n\n{program()} COMMAND --help says more."
 
 
 def _train_help() -> str:
@@ -163,7 +189,7 @@ def _train_help() -> str:
         "usage: libra train CONFIG [--FIELD VALUE ...]",
         "",
         "CONFIG is a name in ./configs, or a path to a Python file with a function config() -> TrainConfig.",
-        "libra train CONFIG --help lists every field that can be overridden, its type and its value in that config.",
+        f"{program()} train CONFIG --help lists every field that can be overridden, its type and its value.",
         "Started again with the same run folder, a run goes on from its last checkpoint.",
     ]
     found = sorted(CONFIGS.glob("[!_]*.py"))

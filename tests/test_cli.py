@@ -65,6 +65,9 @@ def test_configs_are_found_by_name_and_by_path_and_listed(folder: Path, capsys: 
     assert "there is no config 'tyni'; did you mean tiny? There are: tiny" in capsys.readouterr().err
     assert cli.main(["train", "nowhere.py"]) == 2
     assert "there is no file nowhere.py" in capsys.readouterr().err
+    (folder / "own.py").write_text("")
+    assert cli.main(["train", "own"]) == 2
+    assert "there is no config 'own' in the folder configs; did you mean own.py?" in capsys.readouterr().err
 
 
 def test_the_repository_s_demo_loads() -> None:
@@ -82,8 +85,13 @@ def test_the_repository_s_demo_loads() -> None:
         ("import nowhere_at_all", "could not be loaded: ModuleNotFoundError"),
         (
             "from libra_jax.train.config import MeshConfig\ndef config(): return MeshConfig(pools=0)",
-            r"could not be loaded: ValueError: mesh.pools \(0\) must be at least 1",
+            r"could not be loaded: ValueError: mesh.pools \(0\) must be at least 1 \(bad.py, line 2\)",
         ),
+        ("\n\nx = undefined", r"NameError: name 'undefined' is not defined \(bad.py, line 3\)"),
+        ("def deeper(): return {}['key']\ndef config():\n    return deeper()", r"KeyError: 'key' \(bad.py, line 1\)"),
+        ("import os\nx = os.nothing", r"AttributeError: .*'nothing' \(bad.py, line 2\)"),
+        ("import json\nx = json.loads('{')", r"JSONDecodeError: .* \(bad.py, line 2\)"),
+        ("class Odd(Exception): pass\nraise Odd('so')", r"Odd: so \(bad.py, line 2\)"),
     ],
 )
 def test_a_file_that_gives_no_config_is_told_why(
@@ -94,6 +102,24 @@ def test_a_file_that_gives_no_config_is_told_why(
         cli.load_config("./bad.py")
     assert cli.main(["train", "./bad.py"]) == 2
     assert "libra: bad.py" in capsys.readouterr().err
+
+
+def test_hints_name_the_program_as_it_was_called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    installed = tmp_path / "libra"
+    installed.write_text("#!/bin/sh\n")
+    installed.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for called, named in (
+        (".venv/bin/libra", ".venv/bin/libra"),
+        ("my env/bin/libra", "'my env/bin/libra'"),
+        ("/elsewhere/bin/libra", "/elsewhere/bin/libra"),
+        (str(installed), "libra"),  # found on PATH
+        (cli.__file__, f"{sys.orig_argv[0]} -m libra_jax.cli"),
+        ("/usr/bin/pytest", "libra"),
+    ):
+        monkeypatch.setattr(sys, "argv", [called])
+        assert cli.program() == named
+        assert f"{named} COMMAND --help" in cli._overview()
 
 
 def test_overrides_go_by_name_and_type(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
