@@ -359,6 +359,10 @@ def test_a_run_killed_at_any_moment_goes_on_and_ends_with_the_same_curve(folder:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "going on from step" in done.stdout and "Summary" in done.stdout
+    assert done.stdout.index("compiling (about half a minute") < done.stdout.index("compiled in")
+    lines = done.stdout.splitlines()  # what can be copied stands whole on its line, in any terminal
+    assert f"checkpoints: {folder}/killed/checkpoints" in lines
+    assert f"to go on: {sys.executable} -m libra_jax.cli train {config_file} --steps 80" in lines
     assert (folder / "killed" / "work_per_rank.png").read_bytes().startswith(b"\x89PNG")
     whole, _ = start(run_config(folder, "alone", steps=40))
     assert numbers_of(read_metrics(curve)) == numbers_of(whole)

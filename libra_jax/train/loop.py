@@ -122,6 +122,7 @@ def _train_steps(
             check_batch(plans, batch["segment_ids"].reshape(-1, config.seq_len))
             if compiled is None:
                 waited = time.perf_counter()
+                _say(console, "compiling (about half a minute for a small model)")
                 compiled = compile_step(config, mesh, blueprint, arrays, plans)
                 _say(console, f"compiled in {time.perf_counter() - waited:.1f} s, once for the whole run")
                 metrics.print_header(console)

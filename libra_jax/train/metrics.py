@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -142,8 +141,8 @@ def _row(values: Sequence[str]) -> str:
     return " ".join(f"{value:>{width}}" for value, width in zip(values, _WIDTHS, strict=True))
 
 
-def summary(records: Sequence[StepRecord], facts: dict[str, Any]) -> Table:
-    """The table a run ends with. records: the whole curve, at least one. facts: further rows, name to value."""
+def summary(records: Sequence[StepRecord]) -> Table:
+    """The table a run ends with. records: the whole curve, at least one."""
     tenth = max(len(records) // 10, 1)
 
     def mean(name: str, part: Sequence[StepRecord]) -> float:
@@ -166,6 +165,6 @@ def summary(records: Sequence[StepRecord], facts: dict[str, Any]) -> Table:
     table = Table(title="Summary", show_header=False, title_justify="left")
     table.add_column(overflow="fold")
     table.add_column(overflow="fold")
-    for name, value in (rows | {name: str(value) for name, value in facts.items()}).items():
+    for name, value in rows.items():
         table.add_row(name, value)
     return table

@@ -20,10 +20,11 @@ def report(config: TrainConfig, result: Result, console: Console, command: str) 
         result.libra_work.sum(axis=0),
         f"Attention work of every rank in step {result.records[-1].step}{together}",
     )
-    facts = {
+    console.print(metrics.summary(result.records))
+    for name, value in {
         "work per rank, before and after": picture,
         "checkpoints": result.folder.checkpoints,
         "metrics of every step": result.folder.metrics,
         "to go on": f"{command} --steps {2 * config.steps}",
-    }
-    console.print(metrics.summary(result.records, facts))
+    }.items():  # each whole on one line, however long, so that it can be copied
+        console.print(f"{name}: {value}", soft_wrap=True, highlight=False, markup=False)
