@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Literal
@@ -16,10 +17,13 @@ from rich.console import Console
 from rich.table import Table
 
 from libra_jax.data.config import TEXT_SUFFIXES
-from libra_jax.data.lengths import read_lengths
+from libra_jax.data.lengths import holds_quantiles, read_lengths
 from libra_jax.data.skew import Bucket, Report, inspect
 from libra_jax.spec import PoolSpec
 from libra_jax.workload import CostModel
+
+_LOW_FILL = 0.5  # below it, most of what is looked at is padding
+_BAR = 16  # characters of the longest bar: what is left of 80 columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +73,11 @@ class InspectOptions:
     """Print JSON instead of tables."""
 
     @property
+    def step_slots(self) -> int:
+        """Sequences in an optimizer step."""
+        return self.micro_steps * self.pools * self.pool_size
+
+    @property
     def spec(self) -> PoolSpec:
         return PoolSpec(
             seq_len=self.seq_len,
@@ -94,7 +103,7 @@ def run(options: InspectOptions) -> int:
         kind=options.kind,
         suffixes=options.suffixes,
         bytes_per_token=options.bytes_per_token,
-        least_tokens=options.steps * options.micro_steps * options.pools * options.pool_size * options.seq_len,
+        least_tokens=options.steps * options.step_slots * options.seq_len,
         seed=options.seed,
     )
     print("packing, placing and planning a few steps", file=sys.stderr)
@@ -111,7 +120,12 @@ def run(options: InspectOptions) -> int:
     if options.png is not None:
         picture(report, options)
     if options.json:
-        print(json.dumps({"spec": dataclasses.asdict(spec)} | report.as_dict(), indent=2))
+        drawn = holds_quantiles(options.path, options.kind)
+        if report.fill < _LOW_FILL:
+            print(low_fill(report, options), file=sys.stderr)
+        print(
+            json.dumps({"spec": dataclasses.asdict(spec), "drawn_from_quantiles": drawn} | report.as_dict(), indent=2)
+        )
     else:
         show(report, options, Console(highlight=False))
     if options.png is not None:
@@ -119,22 +133,74 @@ def run(options: InspectOptions) -> int:
     return 0
 
 
-def short(tokens: int | None) -> str:
+def fitting(tokens: int, options: InspectOptions) -> list[str]:
+    """Options, as they are typed, with which a corpus of this many tokens fills an optimizer step, and what they give.
+
+    The same slots with shorter sequences, and fewer slots with sequences as long as they can be; [] for a corpus that
+    is too small for either.
+    """
+    fewer = dataclasses.replace(options, micro_steps=1, pools=1, pool_size=min(options.pool_size, 4))
+    found = []
+    for slots in (options, fewer):
+        unit = slots.cp * slots.block  # seq_len is a multiple of it
+        room = min(tokens // slots.step_slots, slots.seq_len) // unit
+        if room > 0:
+            fits = dataclasses.replace(slots, seq_len=unit * 2 ** int(math.log2(room)))
+            names = ("seq_len", "micro_steps", "pools", "pool_size")
+            changed = {name: getattr(fits, name) for name in names if getattr(fits, name) != getattr(options, name)}
+            words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in changed.items())
+            found.append(f"{words}  ({counted(fits.step_slots, 'sequence')} of {fits.seq_len:,} tokens a step)")
+    return list(dict.fromkeys(found))
+
+
+def low_fill(report: Report, options: InspectOptions) -> str:
+    """What to say of a corpus that leaves most of the slots empty: numbers, and options that fit it."""
+    slots = report.steps * options.step_slots
+    lines = [
+        f"This corpus is too small for these options: its {report.tokens:,} tokens fill {100 * report.fill:.1f}% of "
+        f"the {slots} slots looked at ({counted(report.steps, 'step')} x {counted(options.micro_steps, 'micro-step')} x "
+        f"{counted(options.pools, 'pool')} x {options.pool_size} sequences of {options.seq_len:,} tokens). The rest is padding, "
+        "so the imbalance found here says little about training."
+    ]
+    found = fitting(report.tokens, options)
+    if found:
+        lines += ["Options that fit it:", *(f"  {line}" for line in found)]
+    else:
+        lines.append(
+            f"A sequence has at least cp * block = {options.cp} * {options.block} tokens; this corpus fills no step of "
+            "such sequences: set --cp or --block lower, or take more documents."
+        )
+    return "\n".join(lines)
+
+
+def counted(number: int, what: str) -> str:
+    """1 step, 2 steps."""
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def short(tokens: int) -> str:
     """4096 -> 4K, 1048576 -> 1M."""
     for unit, size in (("M", 2**20), ("K", 2**10)):
-        if tokens is not None and tokens >= size:
+        if tokens >= size:
             return f"{tokens / size:.3g}{unit}"
-    return "any" if tokens is None else str(tokens)
+    return str(tokens)
 
 
 def bucket_names(buckets: list[Bucket]) -> list[str]:
-    """Names of length classes: up to 1K, 1K to 4K, and so on."""
+    """Names of length classes: up to 1K, 1K to 4K, 4K to 16K (cut), and so on."""
     names = [f"up to {short(buckets[0].up_to)}"]
-    return names + [f"{short(a.up_to)} to {short(b.up_to)}" for a, b in itertools.pairwise(buckets)]
+    names += [f"{short(a.up_to)} to {short(b.up_to)}" for a, b in itertools.pairwise(buckets)]
+    return [name + (" (cut)" if bucket.cut else "") for name, bucket in zip(names, buckets, strict=True)]
 
 
 def show(report: Report, options: InspectOptions, console: Console) -> None:
-    """Print the report as tables."""
+    """Print the report as tables, made for 80 columns."""
+    if report.fill < _LOW_FILL:
+        console.print(low_fill(report, options), style="bold yellow", soft_wrap=True)
+    if holds_quantiles(options.path, options.kind):
+        console.print(
+            f"{report.documents:,} document lengths drawn from the quantiles in the file, seed {options.seed}"
+        )
     table = Table(title="Documents", title_justify="left", show_header=False)
     table.add_row("documents", f"{report.documents:,}")
     table.add_row("tokens", f"{report.tokens:,}")
@@ -144,8 +210,6 @@ def show(report: Report, options: InspectOptions, console: Console) -> None:
     table.add_row("longest", f"{report.longest:,}")
     table.columns[1].justify = "right"
     console.print(table)
-    if report.cut_documents:
-        console.print(f"{report.cut_documents:,} documents are longer than a sequence and are cut", style="yellow")
 
     table = Table(title="Where the attention work is", title_justify="left")
     for name in ("document length", "documents", "tokens", "attention work"):
@@ -153,17 +217,24 @@ def show(report: Report, options: InspectOptions, console: Console) -> None:
     table.add_column("")
     for name, bucket in zip(bucket_names(report.buckets), report.buckets, strict=True):
         shares = (f"{100 * share:.2f}%" for share in (bucket.documents, bucket.tokens, bucket.work))
-        table.add_row(name, *shares, "█" * round(30 * bucket.work))
+        table.add_row(name, *shares, "█" * round(_BAR * bucket.work))
     console.print(table)
+    if report.cut_documents:
+        longer = f"{counted(report.cut_documents, 'document')} {'is' if report.cut_documents == 1 else 'are'} longer"
+        console.print(
+            f"(cut): {longer} than a sequence and trained on in pieces of at most {options.seq_len:,} tokens; rows go "
+            "by the whole length, attention work is that of the pieces",
+            style="yellow",
+        )
 
-    needed = report.steps * options.micro_steps * options.pools * options.pool_size
+    needed = report.steps * options.step_slots
     console.print(
-        f"optimizer steps looked at: {report.steps}, of {options.micro_steps} micro-steps x {options.pools} pools x "
+        f"optimizer steps looked at: {report.steps}, of {counted(options.micro_steps, 'micro-step')} x {counted(options.pools, 'pool')} x "
         f"{options.pool_size} sequences of {options.seq_len:,} tokens, {options.cp} ranks each; "
         f"{100 * report.fill:.1f}% filled"
     )
     if report.sequences < needed:
-        note = f"the corpus gives {report.sequences} sequences for {needed} slots; the others are empty"
+        note = f"the corpus gives {counted(report.sequences, 'sequence')} for {needed} slots; the others are empty"
         console.print(note, style="yellow")
 
     table = Table(title="Imbalance: time over time with perfect balance", title_justify="left")
@@ -197,11 +268,16 @@ def picture(report: Report, options: InspectOptions) -> None:
     assert options.png is not None
     from libra_jax.plots import corpus_png  # here: help does not wait for matplotlib
 
+    drawn = f" drawn from quantiles, seed {options.seed}" if holds_quantiles(options.path, options.kind) else ""
+    micro_steps = report.steps * options.micro_steps
+    first = f", first micro-step of {micro_steps}" if micro_steps > 1 else ""
     corpus_png(
         options.png,
-        title=f"{options.path.name}: {report.documents:,} documents, sequences of {short(options.seq_len)} tokens, "
-        f"{options.pools} pools of {options.pool_size} sequences x {options.cp} ranks",
+        title=f"{options.path.name}: {report.documents:,} documents{drawn}, "
+        f"sequences of {short(options.seq_len)} tokens,\n"
+        f"{counted(options.pools, 'pool')} of {options.pool_size} sequences x {options.cp} ranks; {100 * report.fill:.0f}% filled",
         buckets=bucket_names(report.buckets),
+        buckets_label="document length, tokens" + ("; (cut): trained on in pieces" if report.cut_documents else ""),
         shares={
             "documents": [bucket.documents for bucket in report.buckets],
             "tokens": [bucket.tokens for bucket in report.buckets],
@@ -218,4 +294,7 @@ def picture(report: Report, options: InspectOptions) -> None:
         },
         before=report.before,
         after=report.after,
+        imbalance_label=f"Attention time / perfect balance, over {counted(micro_steps, 'micro-step')}",
+        before_label=f"Plain context parallelism{first}",
+        after_label=f"Libra{first}",
     )

@@ -88,20 +88,22 @@ def corpus_png(
     imbalance: Mapping[str, Mapping[str, float]],
     before: np.ndarray,
     after: np.ndarray,
+    buckets_label: str = "document length, tokens",
+    imbalance_label: str = "How much longer attention takes than with perfect balance",
     before_label: str = "Plain context parallelism",
     after_label: str = "Libra",
 ) -> None:
-    """Draw a corpus's skew: where the work is, what it does to sequences, pools and ranks, and the ranks of one step.
+    """Draw a corpus's skew: where the work is, what that does to sequences, pools and ranks, and ranks one by one.
 
     buckets: names of length classes. shares: a name and its share of each class (0 to 1), e.g. documents, tokens, work.
     imbalance: {group: {bar: busiest over mean}}, drawn as horizontal bars from 1.0, perfect balance.
-    before, after: (pools, ranks) work of the same sequences, as in `work_per_rank_png`.
+    before, after: (pools, ranks) work of the same sequences, as in `work_per_rank_png`. *_label: titles.
     """
     figure = Figure(figsize=(13, 9.4), layout="constrained")
     figure.suptitle(title, fontsize=14, fontweight="bold")
     grid = figure.add_gridspec(3, 2, height_ratios=[1.5, 1, 1])
-    _share_bars(figure.add_subplot(grid[0, 0]), buckets, shares)
-    _imbalance_bars(figure.add_subplot(grid[0, 1]), imbalance)
+    _share_bars(figure.add_subplot(grid[0, 0]), buckets, shares, buckets_label)
+    _imbalance_bars(figure.add_subplot(grid[0, 1]), imbalance, imbalance_label)
     upper = figure.add_subplot(grid[1, :])
     lower = figure.add_subplot(grid[2, :], sharex=upper, sharey=upper)
     _rank_bars(upper, np.asarray(before, np.float64), before_label, "pages visited", _BEFORE)
@@ -115,7 +117,7 @@ def corpus_png(
     figure.savefig(path, dpi=120)
 
 
-def _share_bars(axes: Axes, buckets: Sequence[str], shares: Mapping[str, Sequence[float]]) -> None:
+def _share_bars(axes: Axes, buckets: Sequence[str], shares: Mapping[str, Sequence[float]], label: str) -> None:
     width = 0.84 / len(shares)
     for i, (name, values) in enumerate(shares.items()):
         places = np.arange(len(buckets)) + (i - (len(shares) - 1) / 2) * width
@@ -123,7 +125,7 @@ def _share_bars(axes: Axes, buckets: Sequence[str], shares: Mapping[str, Sequenc
         if i == len(shares) - 1:
             axes.bar_label(bars, [f"{100 * v:.0f}%" if v >= 0.005 else "" for v in values], padding=2, fontsize=8)
     axes.set_xticks(range(len(buckets)), buckets, rotation=25, ha="right")
-    axes.set_xlabel("document length, tokens")
+    axes.set_xlabel(label)
     axes.set_ylabel("share, %")
     axes.set_title("Documents, tokens and attention work by document length", loc="left")
     axes.legend(frameon=False)
@@ -131,7 +133,7 @@ def _share_bars(axes: Axes, buckets: Sequence[str], shares: Mapping[str, Sequenc
     _plain(axes)
 
 
-def _imbalance_bars(axes: Axes, imbalance: Mapping[str, Mapping[str, float]]) -> None:
+def _imbalance_bars(axes: Axes, imbalance: Mapping[str, Mapping[str, float]], label: str) -> None:
     rows = [(group, name, value) for group, bars in imbalance.items() for name, value in bars.items()]
     places, place, group_before = [], 0.0, None
     for group, _, _ in rows:
@@ -147,7 +149,7 @@ def _imbalance_bars(axes: Axes, imbalance: Mapping[str, Mapping[str, float]]) ->
     axes.invert_yaxis()
     axes.set_xlim(1, 1 + 1.15 * max(widest - 1, 0.05))
     axes.set_xlabel("busiest sequence, pool or rank over the mean; 1 is perfect balance")
-    axes.set_title("How much longer attention takes than with perfect balance", loc="left")
+    axes.set_title(label, loc="left")
     _plain(axes)
 
 

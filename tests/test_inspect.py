@@ -7,9 +7,9 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from libra_jax.data.lengths import read_lengths
+from libra_jax.data.lengths import holds_quantiles, read_lengths
 from libra_jax.data.skew import inspect
-from libra_jax.inspect_corpus import InspectOptions, bucket_names, run, short
+from libra_jax.inspect_corpus import InspectOptions, bucket_names, fitting, run, short
 from libra_jax.plots import work_per_rank_png
 from libra_jax.spec import PoolSpec
 from libra_jax.workload import CostModel
@@ -69,6 +69,10 @@ def test_quantiles_are_drawn(tmp_path):
     np.testing.assert_array_equal(lengths, read_lengths(path))
     assert (lengths != read_lengths(path, seed=1)).any()
     assert read_lengths(path, least_tokens=10**8).sum() >= 10**8
+    assert holds_quantiles(path)
+    assert not holds_quantiles(path, "text")
+    assert not holds_quantiles(written(tmp_path, "lengths.json", [3, 5]))
+    assert not holds_quantiles(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -224,6 +228,45 @@ def test_run_reads_text_and_a_cost_model(tmp_path, capsys):
     assert found["seconds"]["Libra"] > 0.01
     run(options(tmp_path))
     assert "the others are empty" in capsys.readouterr().out
+
+
+def test_a_corpus_that_is_too_small_is_told_first_with_options_that_fit(tmp_path, capsys):
+    lengths = np.random.default_rng(1).integers(50, 2000, 10)
+    path = written(tmp_path, "lengths.npy", lengths)
+    few = options(path, seq_len=4096)
+    run(few)
+    said = capsys.readouterr().out
+    assert said.startswith("This corpus is too small for these options")
+    assert f"its {lengths.sum():,} tokens fill" in said and "of the 16 slots" in said
+    found = fitting(int(lengths.sum()), few)
+    assert len(found) == 2
+    for line in found:
+        assert f"  {line}\n" in said
+        words = line.partition("  ")[0].replace("--", "").replace("-", "_").split()
+        fits = dataclasses.replace(few, **dict(zip(words[::2], map(int, words[1::2]), strict=True)))
+        run(fits)
+        assert "too small" not in capsys.readouterr().out
+    run(dataclasses.replace(few, json=True))
+    shown = capsys.readouterr()
+    assert "too small" in shown.err
+    assert json.loads(shown.out)["drawn_from_quantiles"] is False
+    assert fitting(100, few) == []
+    run(options(written(tmp_path, "few.txt", "7 9")))
+    assert "set --cp or --block lower" in capsys.readouterr().out
+
+
+def test_tables_fit_80_columns_and_say_what_was_cut_and_drawn(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    run(options(written(tmp_path, "lengths.json", [*LONG_TAIL.tolist(), 2_000_000])))
+    said = capsys.readouterr().out
+    assert "(cut): 1 document is longer than a sequence" in said
+    assert "│ 1M to 4M (cut) " in said and "█" * 14 in said
+    assert "…" not in said and max(map(len, said.splitlines())) <= 80
+    quantiles = {"probability": [0, 0.5, 1], "length_tokens": [100, 200, 5000]}
+    run(options(written(tmp_path, "quantiles.json", quantiles), seed=3))
+    said = capsys.readouterr().out
+    assert said.startswith("100,000 document lengths drawn from the quantiles in the file, seed 3")
+    assert "documents are longer than a sequence" in " ".join(said.split())
 
 
 def test_run_refuses_with_a_message(tmp_path):

@@ -76,6 +76,14 @@ def read_lengths(
     return lengths
 
 
+def holds_quantiles(path: str | os.PathLike, kind: str = "auto") -> bool:
+    """Whether what `read_lengths` gives for this path was drawn from quantiles. The path must be one it reads."""
+    path = Path(path)
+    if kind == "text" or path.suffix != ".json" or path.is_dir():
+        return False
+    return isinstance(json.loads(path.read_text()), dict)
+
+
 def _tokens(sizes: Sequence[int], bytes_per_token: float) -> np.ndarray:
     """Tokens of texts of these sizes in bytes; what is empty is left out."""
     size = np.array([s for s in sizes if s], np.float64)

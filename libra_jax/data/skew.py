@@ -25,12 +25,16 @@ PERCENTILES = (1, 10, 25, 50, 75, 90, 99, 99.9)
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Documents of up to `up_to` tokens (None: any) that are longer than the bucket before: shares of the corpus."""
+    """Documents of up to `up_to` tokens that are longer than the bucket before: shares of the corpus.
 
-    up_to: int | None
+    cut: how many of them are longer than a sequence; their work is that of their pieces.
+    """
+
+    up_to: int
     documents: float
     tokens: float
     work: float
+    cut: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +158,7 @@ def _buckets(lengths: np.ndarray, spec: PoolSpec) -> list[Bucket]:
     for i, edge in list(enumerate(edges))[min(first, len(edges) - 1) :]:
         here = group == i
         shares = (float(here.mean()), float(lengths[here].sum() / lengths.sum()), float(work[here].sum() / work.sum()))
-        buckets.append(Bucket(edge, *shares))
+        buckets.append(Bucket(edge, *shares, cut=int((lengths[here] > spec.seq_len).sum())))
     return buckets
 
 
