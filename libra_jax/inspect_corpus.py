@@ -155,11 +155,10 @@ def fitting(tokens: int, options: InspectOptions) -> list[str]:
 
 def low_fill(report: Report, options: InspectOptions) -> str:
     """What to say of a corpus that leaves most of the slots empty: numbers, and options that fit it."""
-    slots = report.steps * options.step_slots
+    slots, steps = report.steps * options.step_slots, counted(report.steps, "step")
     lines = [
         f"This corpus is too small for these options: its {report.tokens:,} tokens fill {100 * report.fill:.1f}% of "
-        f"the {slots} slots looked at ({counted(report.steps, 'step')} x {counted(options.micro_steps, 'micro-step')} x "
-        f"{counted(options.pools, 'pool')} x {options.pool_size} sequences of {options.seq_len:,} tokens). The rest is padding, "
+        f"the {slots} slots looked at ({steps} of {step_shape(options)}). The rest is padding, "
         "so the imbalance found here says little about training."
     ]
     found = fitting(report.tokens, options)
@@ -176,6 +175,12 @@ def low_fill(report: Report, options: InspectOptions) -> str:
 def counted(number: int, what: str) -> str:
     """1 step, 2 steps."""
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def step_shape(options: InspectOptions) -> str:
+    """2 micro-steps x 4 pools x 8 sequences of 262,144 tokens."""
+    steps, pools = counted(options.micro_steps, "micro-step"), counted(options.pools, "pool")
+    return f"{steps} x {pools} x {counted(options.pool_size, 'sequence')} of {options.seq_len:,} tokens"
 
 
 def short(tokens: int) -> str:
@@ -229,8 +234,7 @@ def show(report: Report, options: InspectOptions, console: Console) -> None:
 
     needed = report.steps * options.step_slots
     console.print(
-        f"optimizer steps looked at: {report.steps}, of {counted(options.micro_steps, 'micro-step')} x {counted(options.pools, 'pool')} x "
-        f"{options.pool_size} sequences of {options.seq_len:,} tokens, {options.cp} ranks each; "
+        f"optimizer steps looked at: {report.steps}, of {step_shape(options)}, {options.cp} ranks each; "
         f"{100 * report.fill:.1f}% filled"
     )
     if report.sequences < needed:
@@ -274,8 +278,8 @@ def picture(report: Report, options: InspectOptions) -> None:
     corpus_png(
         options.png,
         title=f"{options.path.name}: {report.documents:,} documents{drawn}, "
-        f"sequences of {short(options.seq_len)} tokens,\n"
-        f"{counted(options.pools, 'pool')} of {options.pool_size} sequences x {options.cp} ranks; {100 * report.fill:.0f}% filled",
+        f"{100 * report.fill:.0f}% of the slots filled\n"
+        f"a step: {step_shape(options)}, {options.cp} ranks each",
         buckets=bucket_names(report.buckets),
         buckets_label="document length, tokens" + ("; (cut): trained on in pieces" if report.cut_documents else ""),
         shares={
