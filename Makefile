@@ -35,7 +35,8 @@ format: setup ## let ruff rewrite the code
 bench: setup ## run the benchmarks: tables here, JSON and reports in benchmarks/reports
 	mkdir -p benchmarks/reports
 	$(BIN)/python -m benchmarks.planner --json benchmarks/reports/planner.json --report benchmarks/reports/planner.md
-	$(BIN)/python -m benchmarks.attention_cpu --json benchmarks/reports/attention_cpu.json
+	$(BIN)/python -m benchmarks.attention_cpu --json benchmarks/reports/attention_cpu.json \
+	    --report benchmarks/reports/attention_cpu.md
 
 requirements: setup ## pin requirements.txt anew from pyproject.toml; ARGS=--upgrade takes newer versions
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.12 --group dev --no-emit-index-url \

@@ -8,11 +8,8 @@ Run: python -m benchmarks.planner [--pools 100] [--json FILE] [--report FILE]
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import itertools
 import json
-import platform
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +21,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.reporting import machine, markdown
 from libra_jax import planner
 from libra_jax.placement import place
 from libra_jax.plan import Plan, plan_pool
@@ -52,8 +50,8 @@ class Options:
     """The same for sequences of 1M tokens; 0 leaves them out."""
     policy: str = "pooled"
     """pooled, at_home or head_parallel."""
-    room: tuple[str, ...] = ("default", "ample")
-    """default: the spec's. ample: for N / K + 1 copies of each home page, which balance needs in the worst case."""
+    room: tuple[str, ...] = ("default", "small")
+    """default: the spec's. small: for 6 home blocks of page copies to send, whatever the number of ranks."""
     seed: int = 0
     json: Path | None = None
     """Write all rows to this file."""
@@ -75,8 +73,7 @@ class Setting:
         if room == "default":
             return spec
         need = head_parallel_capacity(spec)
-        ample = max(spec.ranks / kv_heads + 1, need.sent_pages)
-        return dataclasses.replace(spec, capacity=Capacity(1.0, max(4.0, need.pages), ample))
+        return dataclasses.replace(spec, capacity=Capacity(1.0, max(4.0, need.pages), max(6.0, need.sent_pages)))
 
 
 SETTINGS = (Setting("256K", 262_144, 8, 128), Setting("1M", 1_048_576, 16, 32))
@@ -99,12 +96,19 @@ def main(options: Options) -> None:
                 f"{room} room, {options.policy} policy"
             )
             console.print(table_of(title, measured))
-            report += [f"## {title}", "", *markdown(measured), ""]
+            report += [
+                f"## {title}",
+                "",
+                *markdown(list(measured[0]), [[cell(*item) for item in row.items()] for row in measured]),
+                "",
+            ]
             rows += [{"tokens": setting.name, "room": room} | row for row in measured]
     if options.json:
-        options.json.write_text(json.dumps({"machine": machine(), "options": str(options), "rows": rows}, indent=1))
+        options.json.write_text(
+            json.dumps({"machine": machine("numpy"), "options": str(options), "rows": rows}, indent=1)
+        )
     if options.report:
-        text = ["# Tile planner", "", machine(), "", LEGEND, "", *report]
+        text = ["# Tile planner", "", machine("numpy") + " One core is used.", "", LEGEND, "", *report]
         options.report.write_text("\n".join(text).rstrip() + "\n")
 
 
@@ -116,9 +120,10 @@ LEGEND = """\
   send, in units of its home blocks. Median / 99th percentile / maximum over pools.
 - ms: processor time, median over pools: for the policy alone, and for all of `plan_pool`, tables included.
 - over 1.02: pools whose imbalance is more than that, for want of room. fallback: pools that got the head-parallel plan.
-- Room: default is the spec's own. Ample is N / K + 1 home blocks for copies (N ranks, K kv heads): when one document
-  as long as its sequence is nearly all of a pool's work, N / K ranks share each of its lanes and all read its first
-  page."""
+- Room: default is the spec's own, N / K + 1 home blocks for copies and at least 6 (N ranks, K kv heads): when one
+  document as long as its sequence is nearly all of a pool's work, N / K ranks share each of its lanes and all read its
+  first page. Small is 6, whatever N and K: what balance costs where memory is short.
+"""
 
 
 def sample_sequences(corpus: str, seq_len: int, count: int, seed: int) -> list[list[int]]:
@@ -225,29 +230,6 @@ def table_of(title: str, rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         table.add_row(*(cell(*item) for item in row.items()))
     return table
-
-
-def markdown(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [list(rows[0]), ["---"] * len(rows[0])] + [[cell(*item) for item in row.items()] for row in rows]
-    return ["| " + " | ".join(line) + " |" for line in lines]
-
-
-def machine() -> str:
-    """Processor, Python, NumPy, date and commit, in one line."""
-    processor = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        processor = names[0] if names else processor
-    run = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
-    )
-    commit = run.stdout.strip() or "unknown"
-    today = datetime.date.today().isoformat()
-    python, numpy = platform.python_version(), np.__version__
-    return f"One core of {processor}, Python {python}, NumPy {numpy}, {today}, commit {commit}."
 
 
 if __name__ == "__main__":

@@ -174,22 +174,19 @@ def _forward(
     home = _home(q, k, v, tables, spec)
     word = word_for(q.dtype)
     block_rows, page_rows = pack([home.q, home.first], word), pack([home.k, home.v], word)
-    received_blocks = jnp.zeros((room.blocks, block_rows.shape[1]), word)
-    received_pages = jnp.zeros((room.pages, page_rows.shape[1]), word)
+    received = _nothing_received(block_rows, page_rows, spec)
 
-    slots = spec.home_blocks + room.blocks
+    slots = spec.home_blocks + (room.blocks if spec.ranks > 1 else 0)
     out = jnp.zeros((slots, *home.q.shape[1:-1], v.shape[-1]), q.dtype)
     lse = jnp.full((*out.shape[:-1], 2), -jnp.inf, jnp.float32)
     returned = jnp.zeros((spec.home_blocks, pack([out[:1]], word).shape[1]), word)
     for wave in range(spec.waves):
         x = _exchange_of(wave, spec)
-        if x is not None:
-            received_blocks, received_pages = exchange(
-                _dispatch(x, tables, block_rows, received_blocks, page_rows, received_pages, spec),
-                transport=static.transport,
-            )
-        q_all, first_all = _join([home.q, home.first], received_blocks)
-        k_all, v_all = _join([home.k, home.v], received_pages)
+        if x is not None and received is not None:
+            parts = _dispatch(x, tables, block_rows, page_rows, received, spec)
+            received = exchange(parts, transport=static.transport)
+        q_all, first_all = _join([home.q, home.first], received[0] if received else None)
+        k_all, v_all = _join([home.k, home.v], received[1] if received else None)
         tiles = _tiles(tables, wave, first_all)
         out, lse = tile_forward(
             q_all, k_all, v_all, tiles, out, lse, options=static.options, implementation=static.implementation
@@ -197,7 +194,8 @@ def _forward(
         if x is not None:
             results = pack([out[spec.home_blocks :]], word)
             (returned,) = exchange([_return_blocks(x, tables, results, returned, spec)], transport=static.transport)
-    out = _take_back(out[: spec.home_blocks], returned, tables)
+    if received is not None:
+        out = _take_back(out[: spec.home_blocks], returned, tables)
     return _from_blocks(out, spec), lse
 
 
@@ -219,23 +217,21 @@ def _backward(
     block_parts = [home.q, home.first, d_out_home, delta]
     word = word_for(q.dtype)
     block_rows, page_rows = pack(block_parts, word), pack([home.k, home.v], word)
-    received_blocks = jnp.zeros((room.blocks, block_rows.shape[1]), word)
-    received_pages = jnp.zeros((room.pages, page_rows.shape[1]), word)
+    received = _nothing_received(block_rows, page_rows, spec)
 
-    dq = jnp.zeros((spec.home_blocks + room.blocks, *home.q.shape[1:]), q.dtype)
-    dk = jnp.zeros((spec.home_blocks + room.pages, *home.k.shape[1:]), jnp.float32)
-    dv = jnp.zeros((spec.home_blocks + room.pages, *home.v.shape[1:]), jnp.float32)
+    page_slots = spec.home_blocks + (room.pages if spec.ranks > 1 else 0)
+    dq = jnp.zeros((lse.shape[0], *home.q.shape[1:]), q.dtype)
+    dk = jnp.zeros((page_slots, *home.k.shape[1:]), jnp.float32)
+    dv = jnp.zeros((page_slots, *home.v.shape[1:]), jnp.float32)
     returned_blocks = jnp.zeros((spec.home_blocks, pack([home.q[:1]], word).shape[1]), word)
     returned_pages = jnp.zeros((room.sent_pages, page_rows.shape[1]), word)
     for wave in range(spec.waves):
         x = _exchange_of(wave, spec)
-        if x is not None:
-            received_blocks, received_pages = exchange(
-                _dispatch(x, tables, block_rows, received_blocks, page_rows, received_pages, spec),
-                transport=static.transport,
-            )
-        q_all, first_all, d_out_all, delta_all = _join(block_parts, received_blocks)
-        k_all, v_all = _join([home.k, home.v], received_pages)
+        if x is not None and received is not None:
+            parts = _dispatch(x, tables, block_rows, page_rows, received, spec)
+            received = exchange(parts, transport=static.transport)
+        q_all, first_all, d_out_all, delta_all = _join(block_parts, received[0] if received else None)
+        k_all, v_all = _join([home.k, home.v], received[1] if received else None)
         tiles = _tiles(tables, wave, first_all)
         dq, dk, dv = tile_backward(
             q_all, k_all, v_all, d_out_all, lse, delta_all, tiles, dq, dk, dv,
@@ -254,9 +250,10 @@ def _backward(
                 ],
                 transport=static.transport,
             )  # fmt: skip
-    dq = _take_back(dq[: spec.home_blocks], returned_blocks, tables)
-    parts = unpack(returned_pages, [home.k, home.v])
-    dk, dv = _sum_at_home([dk[: spec.home_blocks], dv[: spec.home_blocks]], parts, tables)
+    if received is not None:
+        dq = _take_back(dq[: spec.home_blocks], returned_blocks, tables)
+        parts = unpack(returned_pages, [home.k, home.v])
+        dk, dv = _sum_at_home([dk[: spec.home_blocks], dv[: spec.home_blocks]], parts, tables)
     return (
         _from_blocks(dq, spec),
         _from_pages(dk.astype(k.dtype), spec),
@@ -297,20 +294,19 @@ def _dispatch(
     x: int,
     tables: PlanTables,
     block_rows: jax.Array,
-    received_blocks: jax.Array,
     page_rows: jax.Array,
-    received_pages: jax.Array,
+    received: Sequence[jax.Array],
     spec: PoolSpec,
 ) -> list[Part]:
-    """What exchange x brings to the executors."""
+    """What exchange x brings to the executors: blocks and pages, added to what was received before."""
     return [
         Part(
             block_rows, tables.send_blocks, tables.send_block_offsets[x], tables.recv_block_offsets[x],
-            received_blocks, spec.room.pair_blocks,
+            received[0], spec.room.pair_blocks,
         ),
         Part(
             page_rows, tables.send_pages, tables.send_page_offsets[x], tables.recv_page_offsets[x],
-            received_pages, spec.room.pair_pages,
+            received[1], spec.room.pair_pages,
         ),
     ]  # fmt: skip
 
@@ -322,8 +318,18 @@ def _return_blocks(x: int, tables: PlanTables, results: jax.Array, returned: jax
     )
 
 
-def _join(home: Sequence[jax.Array], received: jax.Array) -> list[jax.Array]:
+def _nothing_received(block_rows: jax.Array, page_rows: jax.Array, spec: PoolSpec) -> list[jax.Array] | None:
+    """Room for received blocks and pages, as rows; None in a pool of one rank, which needs no slots but its own."""
+    if spec.ranks == 1:
+        return None
+    sizes = (spec.room.blocks, spec.room.pages)
+    return [jnp.zeros((n, rows.shape[1]), rows.dtype) for n, rows in zip(sizes, (block_rows, page_rows), strict=True)]
+
+
+def _join(home: Sequence[jax.Array], received: jax.Array | None) -> list[jax.Array]:
     """Home arrays, each followed by what was received of its kind."""
+    if received is None:
+        return list(home)
     return [jnp.concatenate([h, r]) for h, r in zip(home, unpack(received, home), strict=True)]
 
 
