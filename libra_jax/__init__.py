@@ -13,6 +13,7 @@ _HOME = {
     "Capacity": "spec",
     "PoolSpec": "spec",
     "CostModel": "workload",
+    "lengths_from_segment_ids": "workload",
     "place": "placement",
     "Plan": "plan",
     "PlanTables": "tables",
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from libra_jax.spec import PoolSpec as PoolSpec
     from libra_jax.tables import PlanTables as PlanTables
     from libra_jax.workload import CostModel as CostModel
+    from libra_jax.workload import lengths_from_segment_ids as lengths_from_segment_ids
 
 
 def __getattr__(name: str) -> object:

@@ -16,7 +16,7 @@ from libra_jax import planner
 from libra_jax.routing import PoolWork, Routing, assign_waves, check_executor, lack_of_room, rank_work, route
 from libra_jax.spec import PoolSpec, spec_differences
 from libra_jax.tables import PlanTables, build_tables
-from libra_jax.workload import PADDING, block_pages, check_lengths, document_starts
+from libra_jax.workload import PADDING, block_pages, check_lengths, document_starts, lengths_from_segment_ids
 
 Policy = Callable[[np.ndarray, np.ndarray, PoolSpec, np.ndarray], np.ndarray]
 """policy(first_page (P, nb), num_pages (P, nb), spec, speed (N,)) -> executor (P, K, nb): see `planner`."""
@@ -126,9 +126,8 @@ def stack_plans(plans: Sequence[Plan]) -> PlanTables:
 def check_batch(plans: PlanTables, segment_ids: np.ndarray, padding_id: int = 0) -> None:
     """Refuses, on the host, plans that were made for other documents than the batch holds.
 
-    segment_ids: (sequences, seq_len) int; a token's document, equal for neighbours of one document. `padding_id`
-    marks padding, which must come last in a sequence. Raises ValueError naming the first sequence and token that
-    disagree.
+    segment_ids, padding_id: as for `lengths_from_segment_ids`. Raises ValueError naming the first sequence and token
+    that disagree.
     """
     if not isinstance(plans, PlanTables):
         raise TypeError(f"check_batch takes what stack_plans returns, got {type(plans).__name__}")
@@ -137,17 +136,8 @@ def check_batch(plans: PlanTables, segment_ids: np.ndarray, padding_id: int = 0)
     planned = np.asarray(plans.first_visible).reshape(-1, spec.seq_len)
     if segment_ids.shape != planned.shape:
         raise ValueError(f"the batch holds segment ids {segment_ids.shape}, the plans are for {planned.shape}")
-    padding = segment_ids == padding_id
-    if (padding[:, :-1] & ~padding[:, 1:]).any():
-        row = int(np.argmax((padding[:, :-1] & ~padding[:, 1:]).any(axis=1)))
-        raise ValueError(f"padding (segment id {padding_id}) must come last: sequence {row} has tokens after it")
-    position = np.arange(spec.seq_len, dtype=np.int32)
-    new = np.ones(segment_ids.shape, bool)
-    new[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
-    first = np.maximum.accumulate(np.where(new, position, 0), axis=1)
-    if spec.window is not None:
-        first = np.maximum(first, position - (spec.window - 1))
-    first = np.where(padding, PADDING, first)
+    lengths = lengths_from_segment_ids(segment_ids, padding_id)
+    first = np.stack([document_starts(documents, spec.seq_len, spec.window) for documents in lengths])
     if not np.array_equal(first, planned):
         row, token = (int(i) for i in np.argwhere(first != planned)[0])
         name = {PADDING: "padding"}

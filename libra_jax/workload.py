@@ -84,6 +84,27 @@ def _whole_numbers(array: np.ndarray, where: str) -> np.ndarray:
     return np.array(values, dtype=object)
 
 
+def lengths_from_segment_ids(segment_ids: np.ndarray, padding_id: int = 0) -> list[list[int]]:
+    """Document lengths of packed sequences, for loaders that give segment ids: one list a sequence.
+
+    segment_ids: (sequences, seq_len) whole numbers, equal for neighbours of one document, whatever they are otherwise.
+    padding_id: marks padding, which must come last in a sequence. Raises ValueError naming the sequence where not.
+    """
+    ids = np.asarray(segment_ids)
+    if ids.ndim != 2 or ids.dtype.kind not in "iu":
+        raise ValueError(f"segment ids must be whole numbers (sequences, seq_len), got {ids.dtype} {ids.shape}")
+    padding = ids == padding_id
+    misplaced = (padding[:, :-1] & ~padding[:, 1:]).any(axis=1)
+    if misplaced.any():
+        row = int(np.argmax(misplaced))
+        raise ValueError(f"padding (segment id {padding_id}) must come last: sequence {row} has tokens after it")
+    lengths = []
+    for row, used in zip(ids, (~padding).sum(axis=1), strict=True):
+        ends = np.append(np.flatnonzero(row[1:used] != row[: max(used - 1, 0)]) + 1, used)
+        lengths.append(np.diff(ends, prepend=0).tolist() if used else [])
+    return lengths
+
+
 def document_starts(lengths: Lengths, seq_len: int, window: int | None = None) -> np.ndarray:
     """First key position that each token sees, (seq_len,) int32: max(start of its document, position - window + 1).
 

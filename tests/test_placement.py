@@ -49,7 +49,7 @@ def steps(draw):
     return work, pool_size, pools, draw(st.sampled_from(["all", "pools"]))
 
 
-def test_c11_placement():
+def test_eight_sequences_whose_best_placement_is_known():
     assert place(C11, 2).shape == (1, 4, 2)
     assert sums(C11, place(C11, 2)).max() == 2240
     assert sums(C11, place(C11, 4)).max() == 4224

@@ -13,7 +13,7 @@ from scipy.optimize import nnls
 
 from libra_jax import workload
 from libra_jax.spec import PoolSpec
-from libra_jax.workload import CostModel
+from libra_jax.workload import CostModel, lengths_from_segment_ids
 
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 
@@ -244,3 +244,21 @@ def test_missing_cost_file_is_named(tmp_path):
 def test_host_side_does_not_import_jax():
     code = "import sys, libra_jax.workload; assert 'jax' not in sys.modules and 'scipy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@given(st.lists(st.lists(st.integers(1, 6), max_size=4), min_size=1, max_size=4), st.sampled_from([0, -1]))
+def test_lengths_from_segment_ids_are_the_lengths_they_were_made_from(lengths, padding_id):
+    ids = np.full((len(lengths), 24), padding_id)
+    for row, documents in zip(ids, lengths, strict=True):
+        # Neighbours differ; numbers come again and do not rise, as other loaders have them.
+        row[: sum(documents)] = np.repeat([7 if i % 2 else 3 for i in range(len(documents))], documents)
+    assert lengths_from_segment_ids(ids, padding_id) == lengths
+
+
+def test_segment_ids_that_are_none_are_refused():
+    with pytest.raises(ValueError, match="sequence 1 has tokens after"):
+        lengths_from_segment_ids(np.array([[1, 1, 0], [1, 0, 2]]))
+    with pytest.raises(ValueError, match="float64"):
+        lengths_from_segment_ids(np.zeros((1, 4)))
+    with pytest.raises(ValueError, match=r"\(4,\)"):
+        lengths_from_segment_ids(np.zeros(4, int))
