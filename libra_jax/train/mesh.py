@@ -6,6 +6,7 @@ sharded like the sequences, parameters and optimizer state over all ranks, one d
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import jax
@@ -14,14 +15,25 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from libra_jax.attention import MESH_AXES
 from libra_jax.train.config import MeshConfig
 
+_PATIENCE = (
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=3600",
+)
+"""Virtual devices share the machine's cores. XLA ends the process when one of them is 40 seconds late at a collective,
+which on a busy machine is only slow."""
+
 
 def start_devices(config: MeshConfig) -> None:
     """Makes the virtual CPU devices a config asks for; other platforms' devices are as they are.
 
-    Has to be called before JAX is first used. Raises ValueError if JAX has started with another number of them.
+    Has to be called before JAX is first used. Raises ValueError if JAX has started with another number of them. XLA
+    reads the patience it needs from XLA_FLAGS, where flags that are set already stay as they are.
     """
     if config.cpu_devices is None:
         return
+    flags = os.environ.get("XLA_FLAGS", "")
+    missing = [flag for flag in _PATIENCE if flag.partition("=")[0] not in flags]
+    os.environ["XLA_FLAGS"] = " ".join([*flags.split(), *missing])
     try:
         jax.config.update("jax_num_cpu_devices", config.cpu_devices)
     except RuntimeError as error:
