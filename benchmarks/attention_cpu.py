@@ -42,8 +42,10 @@ class Options:
     block: int = 128
     short: int = 256
     """Tokens in each document of the many-documents case."""
+    spread_tokens: int = 2048
+    """Longest sequence that is measured over all cores as well."""
     seconds: float = 6.0
-    """Time spent on each row, at least three rounds."""
+    """Time spent on each row, at least two rounds."""
     json: Path | None = None
     """Write all rows to this file."""
     report: Path | None = None
@@ -55,7 +57,9 @@ LEGEND = f"""\
 they agree within {TOLERANCE} before they are timed.
 
 - dense: median milliseconds; it uses all cores. libra 1, libra {CORES}: median milliseconds of the operator on a mesh
-  of one device and of {CORES}, the sequence cut over them (cp {CORES}), with its exchange. x: dense over libra.
+  of one device and of {CORES}, the sequence cut over them (cp {CORES}), with its exchange. x: dense over libra. Longer
+  sequences are left out there: devices of one process share XLA:CPU's threads, one that waits in a collective keeps
+  its thread, and the other then takes tens of seconds for what takes it seconds alone.
 - promise: pages of the dense matrix over pages that Libra visits, the ratio if a page cost the same."""
 
 
@@ -102,7 +106,8 @@ def measure(
 
     sides: list[tuple[Attention, list[jax.Array]]] = [(dense, arrays)]
     pages = 0.0
-    for devices in dict.fromkeys((1, CORES)):
+    devices_of = [1, CORES] if tokens <= options.spread_tokens and CORES > 1 else [1]
+    for devices in devices_of:
         spec = libra_jax.PoolSpec(
             seq_len=tokens, pool_size=1, cp=devices, num_heads=options.num_heads, num_kv_heads=options.num_kv_heads,
             head_dim=head_dim, block=options.block, dtype="float32", waves=1, capacity=0,
@@ -125,7 +130,9 @@ def measure(
         dense_ms, *ours_ms = alternate(calls, options.seconds)
         row: dict[str, str | int | float] = {"head_dim": head_dim, "tokens": tokens, "documents": name, "pass": label}
         row["dense"] = dense_ms
-        for devices, ms in zip(dict.fromkeys((1, CORES)), ours_ms, strict=True):
+        for devices in (1, CORES):
+            row |= {f"libra {devices}": "", f"x{devices}": ""}
+        for devices, ms in zip(devices_of, ours_ms, strict=True):
             row |= {f"libra {devices}": ms, f"x{devices}": dense_ms / ms}
         rows.append(row | {"promise": (tokens // options.block) ** 2 * options.num_kv_heads / pages})
     return rows
@@ -155,7 +162,7 @@ def alternate(calls: Sequence[tuple[Call, list[jax.Array]]], seconds: float) -> 
     """Median milliseconds of each call, measured in turn. All are compiled before."""
     times: list[list[float]] = [[] for _ in calls]
     end = time.monotonic() + seconds
-    while time.monotonic() < end or len(times[0]) < 3:
+    while time.monotonic() < end or len(times[0]) < 2:
         for (call, inputs), into in zip(calls, times, strict=True):
             start = time.perf_counter()
             jax.block_until_ready(call(*inputs))

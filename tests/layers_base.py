@@ -1,4 +1,4 @@
-"""What the tests of the flax layers share: a small spec and mesh, batches, stock blocks, a dense oracle as flax calls it."""
+"""What the tests of the flax layers share: a small spec and mesh, batches, stock blocks, a dense oracle."""
 
 from __future__ import annotations
 
