@@ -159,11 +159,13 @@ def _both(attention: Attention) -> Call:
 
 
 def alternate(calls: Sequence[tuple[Call, list[jax.Array]]], seconds: float) -> list[float]:
-    """Median milliseconds of each call, measured in turn. All are compiled before."""
+    """Median milliseconds of each call, measured in turn, each turn after a run that is not timed: dense attention
+    leaves caches and gigabytes of freed memory behind, which would be counted to the next. All are compiled before."""
     times: list[list[float]] = [[] for _ in calls]
     end = time.monotonic() + seconds
     while time.monotonic() < end or len(times[0]) < 2:
         for (call, inputs), into in zip(calls, times, strict=True):
+            jax.block_until_ready(call(*inputs))
             start = time.perf_counter()
             jax.block_until_ready(call(*inputs))
             into.append((time.perf_counter() - start) * 1e3)
