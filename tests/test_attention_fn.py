@@ -29,6 +29,8 @@ from operator_base import make_plans
 
 from libra_jax.layers import attention_fn, use_plan
 
+pytestmark = pytest.mark.filterwarnings("ignore:use_plan was entered with")  # many small plans in one process
+
 
 @pytest.mark.parametrize("num_kv_heads", [2, 4])
 def test_nnx_block_with_only_its_attention_fn_swapped(num_kv_heads):

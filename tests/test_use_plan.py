@@ -32,6 +32,8 @@ import libra_jax
 from libra_jax import layers
 from libra_jax.layers import attention_fn, current_plans, use_plan
 
+pytestmark = pytest.mark.filterwarnings("ignore:use_plan was entered with")  # many small plans in one process
+
 
 def mark(x):
     """A stand-in for a layer: reads the plan, so that a plan of another batch shows."""
