@@ -8,18 +8,16 @@ in the input pipeline; `stack_plans` joins the pools of a step. NumPy only. Lett
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from libra_jax import planner
+from libra_jax.planner import Policy
 from libra_jax.routing import PoolWork, Routing, assign_waves, check_executor, lack_of_room, rank_work, route
 from libra_jax.spec import PoolSpec, spec_differences
 from libra_jax.tables import PlanTables, build_tables
 from libra_jax.workload import PADDING, block_pages, check_lengths, document_starts, lengths_from_segment_ids
-
-Policy = Callable[[np.ndarray, np.ndarray, PoolSpec, np.ndarray], np.ndarray]
-"""policy(first_page (P, nb), num_pages (P, nb), spec, speed (N,)) -> executor (P, K, nb): see `planner`."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -71,7 +71,7 @@ def test_every_item_arrives_where_it_is_used_and_nothing_else_travels(name, pool
 
 
 def walk(plan: Plan, lengths: list[list[int]]) -> None:
-    """Follows the tables of one plan and asserts what DESIGN's first invariant says, and the statistics."""
+    """Follows the tables of one plan and asserts the README's first invariant, and the statistics."""
     spec, n = plan.spec, plan.spec.ranks
     nb, per_rank, home_blocks = spec.blocks_per_sequence, spec.blocks_per_rank, spec.home_blocks
     tables = plan.tables.map(lambda table: table.reshape(n, *table.shape[2:]))
