@@ -3,16 +3,19 @@
 Needs jax alone and knows nothing of pools, plans or exchanges.
 """
 
-from libra_kernels.api import resolve_implementation, tile_backward, tile_forward
+from libra_kernels.api import check_implementation, tile_backward, tile_forward, why_not_triton
+from libra_kernels.launch import Launch
 from libra_kernels.reference import reference_attention
 from libra_kernels.tiles import PADDING, TileOptions, Tiles
 
 __all__ = [
     "PADDING",
+    "Launch",
     "TileOptions",
     "Tiles",
+    "check_implementation",
     "reference_attention",
-    "resolve_implementation",
     "tile_backward",
     "tile_forward",
+    "why_not_triton",
 ]

@@ -7,26 +7,35 @@ implementation asked for by name runs or says why it cannot; only `None` chooses
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from libra_kernels import reference, xla
+from libra_kernels import reference, triton, xla
 from libra_kernels.tiles import TileOptions, Tiles
 
-_IMPLEMENTATIONS: dict[str, types.ModuleType] = {"reference": reference, "xla": xla}
+_IMPLEMENTATIONS: dict[str, types.ModuleType] = {"reference": reference, "triton": triton, "xla": xla}
 
 
-def resolve_implementation(implementation: str | None) -> str:
-    """The implementation that will run: the one named, or for None the fastest one there is, today `xla`.
-
-    Raises ValueError when the name is unknown.
-    """
+def check_implementation(implementation: str | None, device: Any = None) -> None:
+    """Raises ValueError when the name is unknown, or cannot run on `device` (a jax device, of a topology perhaps)."""
     if implementation is None:
-        return "xla"
+        return
     if not isinstance(implementation, str) or implementation not in _IMPLEMENTATIONS:
         raise ValueError(f"implementation ({implementation!r}) must be None or one of {sorted(_IMPLEMENTATIONS)}")
-    return implementation
+    if implementation == "triton" and device is not None and triton.compute_capability_of(device) is None:
+        raise ValueError(
+            f"implementation 'triton' runs on NVIDIA GPUs, not on {device.platform} devices ({device.device_kind}): use "
+            f"'xla', or None, which takes the GPU kernels wherever the program is compiled for a GPU"
+        )
+
+
+def why_not_triton(options: TileOptions, q: Any, v: Any) -> str | None:
+    """Why `triton` cannot run for blocks q (Q, B, G, D) and pages v (K, B, E), arrays or their shapes; None: it can."""
+    return triton.reason_not_to_run(options, q, v)
 
 
 def tile_forward(
@@ -47,10 +56,15 @@ def tile_forward(
     is the log-sum-exp in two parts that add up to it, the row's largest logit and the rest (0 to the logarithm of
     the number of keys): one float32 number would leave weights of 1e-3 relative error where logits are in the tens of
     thousands. A row that sees nothing has output 0 and log-sum-exp -inf. Other slots keep what they held.
+
+    implementation: "reference", "xla" or "triton". None: `triton` where the program is compiled for an NVIDIA GPU and
+        the kernels take these shapes and dtypes, otherwise `xla`; one program lowers for both.
+
+    Raises ValueError when the one that is named cannot run.
     """
-    module = _IMPLEMENTATIONS[resolve_implementation(implementation)]
     _check(q, k, v, tiles)
-    return module.forward(q, k, v, tiles, out, lse, options)
+    run = _chosen(implementation, "forward", options, q, v)
+    return run(q, k, v, tiles, out, lse)
 
 
 def tile_backward(
@@ -73,11 +87,35 @@ def tile_backward(
     d_out: (Q, B, G, E), the output's cotangent; lse: (Q, B, G, 2) float32 from the forward pass; delta:
     (Q, B, G) float32, the sum over E of d_out * out. dq: (Q, B, G, D) is returned with the executed slots replaced. dk:
     (K, B, D) and dv: (K, B, E), float32, are returned with this wave's contributions added, in the order of the
-    entries, so the same tables give the same bits.
+    entries, so the same tables give the same bits. implementation: as in `tile_forward`.
     """
-    module = _IMPLEMENTATIONS[resolve_implementation(implementation)]
     _check(q, k, v, tiles)
-    return module.backward(q, k, v, d_out, lse, delta, tiles, dq, dk, dv, options)
+    run = _chosen(implementation, "backward", options, q, v)
+    return run(q, k, v, d_out, lse, delta, tiles, dq, dk, dv)
+
+
+def _chosen(
+    implementation: str | None, direction: str, options: TileOptions, q: jax.Array, v: jax.Array
+) -> Callable[..., Any]:
+    """The function that will run, its options bound."""
+
+    def function(name: str) -> Callable[..., Any]:
+        whole = getattr(_IMPLEMENTATIONS[name], direction)
+        return lambda *arrays: whole(*arrays, options)
+
+    check_implementation(implementation)
+    if implementation not in (None, "triton"):
+        return function(implementation)
+    reason = triton.reason_not_to_run(options, q, v)
+    if implementation is None:
+        if reason is not None:
+            return function("xla")
+        return lambda *arrays: lax.platform_dependent(*arrays, cuda=function("triton"), default=function("xla"))
+    if reason is None and options.compute_capability is None:
+        check_implementation("triton", jax.devices()[0])
+    if reason is not None:
+        raise ValueError(f"implementation 'triton' cannot run this: {reason}")
+    return function("triton")
 
 
 def _check(q: jax.Array, k: jax.Array, v: jax.Array, tiles: Tiles) -> None:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Int
 
+from libra_kernels.launch import Launch
+
 PADDING = 2**30
 """First-visible position of a padding row: later than any key, so the row sees nothing."""
 
@@ -23,9 +25,10 @@ class Tiles(NamedTuple):
 
     entries: one row per executed block: its query slot; its number in the sequence (query row i stands at position
         block * B + i); the number of the first page it visits; how many pages, ascending; and where in `pages` the
-        first one stands. A query slot occurs in at most one entry.
+        first one stands. A query slot occurs in at most one entry. Entries of one wave that visit the same row of
+        `pages` are neighbours, in ascending order of their blocks.
     pages: page slots. Page j of entry x lies in slot pages[PAGE_BASE + j] and its key i stands at position
-        (FIRST_PAGE + j) * B + i.
+        (FIRST_PAGE + j) * B + i. Of the rows that one wave visits, no two hold the same slot.
     first_visible: per query slot and row the lowest key position the row may see; PADDING for padding rows. The row
         sees the keys from there to its own position. Document starts and sliding windows are both expressed by it.
     """
@@ -38,10 +41,18 @@ class Tiles(NamedTuple):
 
 
 class TileOptions(NamedTuple):
-    """Static numbers of the attention itself. soft_cap: logits become soft_cap * tanh(logits / soft_cap)."""
+    """Static numbers of the attention itself, and how `triton` launches it.
+
+    soft_cap: logits become soft_cap * tanh(logits / soft_cap).
+    compute_capability: of the device that will run it, times ten (90 for an H100); None: of the GPU that is there,
+        and 90 where none is.
+    launches: pairs (pass, `launch.Launch`) that take the place of the table's, passes being "forward", "dq" and "dkv".
+    """
 
     scale: float
     soft_cap: float | None = None
+    compute_capability: int | None = None
+    launches: tuple[tuple[str, Launch], ...] = ()
 
 
 def cap_logits(logits: jax.Array, options: TileOptions) -> jax.Array:
