@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +24,17 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
-from libra_kernels import PADDING, TileOptions, Tiles, resolve_implementation, tile_backward, tile_forward
+from libra_kernels import (
+    PADDING,
+    Launch,
+    TileOptions,
+    Tiles,
+    check_implementation,
+    compute_capability_of,
+    tile_backward,
+    tile_forward,
+    why_not_triton,
+)
 
 from libra_jax.exchange import Part, exchange, pack, resolve_transport, unpack, word_for
 from libra_jax.spec import PoolSpec, spec_differences
@@ -47,7 +58,7 @@ class _Static(NamedTuple):
 
     spec: PoolSpec
     options: TileOptions
-    implementation: str
+    implementation: str | None
     transport: str
 
 
@@ -63,6 +74,7 @@ def libra_attention(
     soft_cap: float | None = None,
     implementation: str | None = None,
     transport: str | None = None,
+    launches: Mapping[str, Launch] | None = None,
 ) -> Float[Array, "sequences seq_len num_heads v_head_dim"]:
     """Causal attention inside the documents of packed sequences, balanced over each pool's ranks.
 
@@ -73,25 +85,44 @@ def libra_attention(
     mesh: has axes "pool", "dp" (of size spec.pool_size) and "cp" (of size spec.cp); others are left alone.
     scale: factor on the logits; None: head_dim ** -0.5.
     soft_cap: logits become soft_cap * tanh(logits / soft_cap).
-    implementation: "xla" or "reference"; None chooses.
+    implementation: "triton", "xla" or "reference". None: "triton" where the program is compiled for NVIDIA GPUs and the
+        kernels take these shapes and dtypes, otherwise "xla".
     transport: "all_to_all" or "ppermute"; None chooses. Same bits.
+    launches: launch parameters of the Triton kernels in place of the table's, for "forward", "dq" or "dkv".
 
     Returns the output in q's dtype. Padding gives zero output and zero gradient, whatever it holds. Logits of real rows
     have to be finite in float32. Differentiable once, in reverse mode, in q, k and v; works under jit,
-    `jax.checkpoint` and `lax.scan`. With "xla", output and dq have the same bits for every plan, pool size, transport
-    and number of waves; dk and dv agree within rounding and are the same from run to run.
+    `jax.checkpoint` and `lax.scan`. With "xla" and "triton", output and dq have the same bits for every plan, pool
+    size, transport and number of waves; dk and dv agree within rounding and are the same from run to run.
 
     Raises ValueError or TypeError, before anything runs, when plans, spec, mesh and arrays do not belong together.
     Arrays that are committed to one device are refused by jax: `jax.device_put` them with `SEQUENCE_SPEC` first.
     """
     _check(q, k, v, plans, spec, mesh)
+    device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
+    check_implementation(implementation, device)
     options = TileOptions(
         scale=spec.head_dim**-0.5 if scale is None else _positive("scale", scale),
         soft_cap=None if soft_cap is None else _positive("soft_cap", soft_cap),
+        compute_capability=compute_capability_of(device),
+        launches=tuple(sorted((launches or {}).items())),
     )
-    static = _Static(spec, options, resolve_implementation(implementation), resolve_transport(transport))
+    if implementation in (None, "triton"):
+        _check_triton(implementation, options, q, v, spec)
+    static = _Static(spec, options, implementation, resolve_transport(transport))
     q, k, v, plans = _laid_out(q, k, v, plans, mesh)
     return _on_mesh(static, mesh)(q, k, v, plans)
+
+
+def _check_triton(implementation: str | None, options: TileOptions, q: jax.Array, v: jax.Array, spec: PoolSpec) -> None:
+    """Refuses `triton` by name where it cannot run; on a GPU that does without it, says so."""
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=q.dtype)
+    blocks, pages = shape((1, spec.block, spec.group, spec.head_dim)), shape((1, spec.block, v.shape[-1]))
+    reason = why_not_triton(options, blocks, pages)
+    if reason is not None and implementation == "triton":
+        raise ValueError(f"implementation 'triton' cannot run this: {reason}")
+    if reason is not None and options.compute_capability is not None:
+        warnings.warn(f"attention runs in plain XLA on this GPU, many times slower: {reason}", stacklevel=3)
 
 
 def _laid_out(

@@ -16,6 +16,7 @@ from libra_jax import planner
 from libra_jax.planner import Policy
 from libra_jax.routing import PoolWork, Routing, assign_waves, check_executor, lack_of_room, rank_work, route
 from libra_jax.spec import PoolSpec, spec_differences
+from libra_jax.table_checks import check_tables
 from libra_jax.tables import PlanTables, build_tables
 from libra_jax.workload import PADDING, block_pages, check_lengths, document_starts, lengths_from_segment_ids
 
@@ -105,7 +106,10 @@ def policy_work(lengths: Sequence[Sequence[int]], spec: PoolSpec, policy: Policy
 
 
 def stack_plans(plans: Sequence[Plan]) -> PlanTables:
-    """Tables of several pools with leading axes (pools, dp, cp), ready to shard with the batch."""
+    """Tables of several pools with leading axes (pools, dp, cp), ready to shard with the batch.
+
+    Raises ValueError when the plans are of different specs, or a table holds what points outside of a rank's buffers.
+    """
     if not isinstance(plans, Sequence) or not all(isinstance(plan, Plan) for plan in plans):
         got = type(plans).__name__ if not isinstance(plans, Sequence) else [type(plan).__name__ for plan in plans]
         raise TypeError(f"stack_plans takes a list of what plan_pool returns, one plan per pool, got {got}")
@@ -118,7 +122,9 @@ def stack_plans(plans: Sequence[Plan]) -> PlanTables:
     stacked = {name: np.stack([getattr(plan.tables, name) for plan in plans]) for name in PlanTables.table_names()}
     for table in stacked.values():
         table.flags.writeable = False  # what is compiled under `use_plan` may hold them as constants
-    return PlanTables(spec=plans[0].spec, **stacked)
+    tables = PlanTables(spec=plans[0].spec, **stacked)
+    check_tables(tables)
+    return tables
 
 
 def check_batch(plans: PlanTables, segment_ids: np.ndarray, padding_id: int = 0) -> None:

@@ -145,7 +145,10 @@ def route(executor: np.ndarray, wave: np.ndarray, work: PoolWork) -> Routing:
     # from the first it may see up to its own, and the first never falls from one block to the next.
     nb = spec.blocks_per_sequence
     active = work.lanes(work.num_pages) > 0
-    local = work.local(executor)
+    # A wave reads a page by one row of the page table (`libra_kernels.Tiles`). With waves of their own, local runs read
+    # the home pages at its head; otherwise they share the rows of the runs that are not local.
+    own_rows = spec.waves > 1 or spec.ranks == 1
+    local = work.local(executor) if own_rows else np.zeros(ex.size, bool)
     starts = np.ones(ex.size, bool)
     starts[1:] = (ex[1:] != ex[:-1]) | (exchange[1:] != exchange[:-1]) | (local[1:] != local[:-1])
     starts[1:] |= active[1:] != active[:-1]
@@ -154,7 +157,6 @@ def route(executor: np.ndarray, wave: np.ndarray, work: PoolWork) -> Routing:
     last = np.append(first[1:], ex.size) - 1
     keep = active[first]
     first, last = first[keep], last[keep]
-    # A local run reads home pages in their own order: the head of the page table, which lists the home pages.
     first_page = work.lanes(work.first_page)
     page_of = first - first % nb + first_page[first]
     base = np.where(local[first], work.home_slot()[page_of], -1)

@@ -32,7 +32,8 @@ class PlanTables:
     Slots: a block or page at home stands in slot kv_head * blocks_per_rank + block % blocks_per_rank; what is received
     follows from slot H on, in the order (exchange, sender, lane, block).
 
-    entries: (H + RB, 5) executed blocks, ordered by (wave, lane, block); columns as in `libra_kernels.Tiles`.
+    entries: (H + RB, 5) executed blocks, ordered by (wave, sequence, kv head, block), the sequence of the longest
+        document last: GPU kernels start from the end. Columns as in `libra_kernels.Tiles`.
     wave_offsets: (W + 1,) wave w executes entries wave_offsets[w] to wave_offsets[w + 1].
     pages: (2 H + RP,) page slots that entries point into. The first H rows are the home pages themselves.
     first_visible: (seq_len / cp,) lowest position each home token may see, `PADDING` for padding.
@@ -136,7 +137,9 @@ def build_tables(executor: np.ndarray, wave: np.ndarray, routing: Routing, work:
     in_run = _expand(routing.runs.first, run_length)
     run_first = np.repeat(routing.runs.first, run_length)
     page_base[in_run] = np.repeat(routing.runs.base, run_length) + first_page[in_run] - first_page[run_first]
-    order = stable_order(wave.reshape(-1), executor.reshape(-1))
+    lightest_first = np.argsort(work.num_pages.max(axis=1), kind="stable")
+    units = np.arange(executor.size, dtype=np.int32).reshape(spec.pool_size, -1)[lightest_first].reshape(-1)
+    order = units[stable_order(wave.reshape(-1)[units], executor.reshape(-1)[units])]
     rank = executor.reshape(-1)[order]
     columns = np.stack(
         [

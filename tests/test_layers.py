@@ -2,8 +2,8 @@
 it is hidden in a function. The layers, each seeing only those before it:
 
     spec, workload, placement, assignments, planner,
-    routing, tables, plan                                    host side: NumPy only, never jax
-    exchange, attention, layers                              device side
+    routing, tables, table_checks, plan                             host side: NumPy only, never jax
+    targets, exchange, attention, layers                            device side
     data (host side only), models, train, cli
 
 `libra_kernels` stands alone on jax. Nothing that ships imports benchmarks, tests or configs.
@@ -22,8 +22,8 @@ import pytest
 import libra_jax
 
 ROOT = Path(__file__).parent.parent
-HOST = ["spec", "workload", "placement", "assignments", "planner", "routing", "tables", "plan"]
-DEVICE = ["exchange", "attention", "layers"]
+HOST = ["spec", "workload", "placement", "assignments", "planner", "routing", "tables", "table_checks", "plan"]
+DEVICE = ["targets", "exchange", "attention", "layers"]
 
 # layer: (layers of libra_jax that it may import beside itself, what it may import from outside beside the standard
 # library). A module of a layer that is not listed here fails the first test: give it a place.

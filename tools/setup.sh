@@ -18,7 +18,7 @@ fail() {
 # Which installation of Python this is: the same for a Python and for the environments made from it.
 base() { "$1" -c 'import sys; print(sys.version, sys.base_prefix)' </dev/null 2>/dev/null; }
 
-inputs=$(say "$root" && cksum requirements.txt pyproject.toml tools/setup.sh) || exit 1
+inputs=$(say "$root" && cksum requirements.txt pyproject.toml tools/setup.sh tools/cpu_by_default.pth) || exit 1
 is_complete() { [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$inputs" ] && .venv/bin/python -c '' 2>/dev/null; }
 # With PYTHON=... an environment of another Python is not the one that was asked for.
 is_as_asked() { [ -z "${PYTHON:-}" ] || [ "$(base "$PYTHON")" = "$(base .venv/bin/python)" ]; }
@@ -96,6 +96,11 @@ say "Installing $(grep -c '^[a-z0-9]' requirements.txt) pinned packages into .ve
 install="env PIP_DISABLE_PIP_VERSION_CHECK=1 .venv/bin/python -m pip install --no-input --no-compile -q"
 $install -r requirements.txt || fail "the pinned requirements could not be installed (pip says why above)"
 $install --no-build-isolation --no-deps -e . || fail "this package could not be installed (pip says why above)"
+# XLA's compiler for GPUs is in here, the libraries that running takes are not. Without this, every start of jax would
+# try them and print why it could not. With CUDA's libraries installed (the extra `cuda`) it does nothing.
+for packages in .venv/lib/python3*/site-packages; do
+    if [ -d "$packages" ]; then cat tools/cpu_by_default.pth >"$packages/cpu_by_default.pth"; fi
+done
 rm -f "$unfinished"
 printf '%s\n' "$inputs" >"$stamp" || fail "$stamp could not be written"
 say "Set-up is complete."

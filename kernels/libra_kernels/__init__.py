@@ -7,6 +7,7 @@ from libra_kernels.api import check_implementation, tile_backward, tile_forward,
 from libra_kernels.launch import Launch
 from libra_kernels.reference import reference_attention
 from libra_kernels.tiles import PADDING, TileOptions, Tiles
+from libra_kernels.triton import compute_capability_of
 
 __all__ = [
     "PADDING",
@@ -14,6 +15,7 @@ __all__ = [
     "TileOptions",
     "Tiles",
     "check_implementation",
+    "compute_capability_of",
     "reference_attention",
     "tile_backward",
     "tile_forward",

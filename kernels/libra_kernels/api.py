@@ -28,8 +28,8 @@ def check_implementation(implementation: str | None, device: Any = None) -> None
         raise ValueError(f"implementation ({implementation!r}) must be None or one of {sorted(_IMPLEMENTATIONS)}")
     if implementation == "triton" and device is not None and triton.compute_capability_of(device) is None:
         raise ValueError(
-            f"implementation 'triton' runs on NVIDIA GPUs, not on {device.platform} devices ({device.device_kind}): use "
-            f"'xla', or None, which takes the GPU kernels wherever the program is compiled for a GPU"
+            f"implementation 'triton' runs on NVIDIA GPUs, not on {device.platform} devices ({device.device_kind}): "
+            f"use 'xla', or None, which takes the GPU kernels wherever the program is compiled for a GPU"
         )
 
 

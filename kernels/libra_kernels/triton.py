@@ -81,16 +81,21 @@ def page_readers(tiles: Tiles) -> jax.Array:
 
 
 def reason_not_to_run(options: TileOptions, q: Any, v: Any) -> str | None:
-    """Why these kernels cannot run for blocks q (Q, B, G, D) and pages v (K, B, E), arrays or their shapes."""
+    """Why these kernels cannot run for blocks q (Q, B, G, D) and pages v (K, B, E), arrays or their shapes.
+
+    Raises ValueError for launch parameters of the user's that do not fit: those were asked for by name.
+    """
     if importlib.util.find_spec("triton") is None or importlib.util.find_spec("jax_triton") is None:
         return "jax-triton is not installed (pip install 'libra-jax[cuda]')"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"q, k and v must be bfloat16 or float16, got {q.dtype}"
     try:
         for which in launch.PASSES:
-            _launch(which, options, q, v)
+            _launch(which, options._replace(launches=()), q, v)
     except ValueError as error:
         return str(error)
+    for which in launch.PASSES:
+        _launch(which, options, q, v)
     return None
 
 
@@ -154,11 +159,14 @@ def _call(
         warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
         unread = [0] * len(results)
         backend = {"enable_fp_fusion": True, "ptx_version": _PTX_VERSIONS[_compute_capability(options)]}
-        return tuple(
-            jt.triton_call(*inputs, *results, *unread, out_type=shapes, backend_options=backend, **arguments)
-        )
+        return tuple(jt.triton_call(*inputs, *results, *unread, out_type=shapes, backend_options=backend, **arguments))
 
 
 @functools.cache
 def _modules() -> tuple[Any, Any]:
+    driver = importlib.import_module("triton.backends.nvidia.driver")
+    if not hasattr(driver, "TMA_TF32"):
+        # Triton 3.6 lacks this number of the TMA descriptors, which are not used here; without it jax-triton 0.4 takes
+        # Triton to have no NVIDIA backend.
+        driver.TMA_TF32 = 11  # type: ignore[attr-defined]
     return importlib.import_module("jax_triton"), importlib.import_module("libra_kernels.triton_kernels")
