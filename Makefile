@@ -6,11 +6,11 @@ BIN = .venv/bin
 WORKERS = 2
 ARGS =
 
-.PHONY: help setup demo test lint unit format bench requirements wheel clean distclean
+.PHONY: help setup demo test lint unit old-triton format bench requirements wheel clean distclean
 .NOTPARALLEL:
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-14s%s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s%s\n", $$1, $$2 }' Makefile
 
 setup: ## make .venv, or do nothing where it is complete
 	@sh tools/setup.sh
@@ -27,6 +27,9 @@ lint: setup ## ruff and pyright
 
 unit: setup ## the tests alone; ARGS="tests/test_x.py -k name" picks some
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+old-triton: setup ## the tests of the GPU kernels with Triton 3.6, which GPU images carry; ARGS="-k name" picks some
+	sh tools/old_triton.sh $(ARGS)
 
 format: setup ## let ruff rewrite the code
 	$(BIN)/ruff check --fix .
