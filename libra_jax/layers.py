@@ -24,6 +24,7 @@ from flax import nnx
 from flax.nnx.nn.linear import default_kernel_init
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
+from libra_kernels import Launch
 
 from libra_jax.attention import libra_attention
 from libra_jax.plan import Plan, PlanTables
@@ -115,17 +116,18 @@ def attention_fn(
     soft_cap: float | None = None,
     implementation: str | None = None,
     transport: str | None = None,
+    launches: Mapping[str, Launch] | None = None,
 ) -> AttentionFn:
     """The `attention_fn` that makes flax's attention modules pooled: causal inside each packed document.
 
     For `nnx.MultiHeadAttention` call the layer with `is_causal=True` and no mask; for
     `linen.MultiHeadDotProductAttention`, which has no such switch, with no mask. The plan is read from `use_plan`.
     spec: heads and head_dim as the module has them. Linen has as many key/value heads as query heads.
-    scale, soft_cap, implementation, transport: see `libra_attention`.
+    scale, soft_cap, implementation, transport, launches: see `libra_attention`.
 
     Returns a callable that equals and hashes by its arguments, so modules that hold it stay comparable.
     """
-    return AttentionFn(spec, mesh, scale, soft_cap, implementation, transport)
+    return AttentionFn(spec, mesh, scale, soft_cap, implementation, transport, tuple(sorted((launches or {}).items())))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +140,7 @@ class AttentionFn:
     soft_cap: float | None = None
     implementation: str | None = None
     transport: str | None = None
+    launches: tuple[tuple[str, Launch], ...] = ()
 
     def __call__(
         self,
@@ -221,6 +224,7 @@ class AttentionFn:
             soft_cap=self.soft_cap,
             implementation=self.implementation,
             transport=self.transport,
+            launches=dict(self.launches),
         )
 
     def _check(self, query: jax.Array, key: jax.Array, value: jax.Array) -> None:
@@ -290,7 +294,7 @@ class LibraAttention(nnx.Module):
     kernel_metadata: of the query, key and value kernels, (features, heads, width); out_kernel_metadata: of the output
         kernel (heads, width, features); norm_metadata: of the norms' scales (width,). A key `out_sharding` with a
         PartitionSpec shards the parameter when the layer is built under `jax.set_mesh`.
-    scale, soft_cap, implementation, transport: see `libra_attention`.
+    scale, soft_cap, implementation, transport, launches: see `libra_attention`.
     """
 
     def __init__(
@@ -311,6 +315,7 @@ class LibraAttention(nnx.Module):
         soft_cap: float | None = None,
         implementation: str | None = None,
         transport: str | None = None,
+        launches: Mapping[str, Launch] | None = None,
         rngs: nnx.Rngs,
     ):
         if spec.head_dim % 2:
@@ -318,8 +323,9 @@ class LibraAttention(nnx.Module):
         self.features, self.rope_theta = features, rope_theta
         self.dtype = jnp.dtype(spec.dtype if dtype is None else dtype)
         self.attention_fn = attention_fn(
-            spec, mesh, scale=scale, soft_cap=soft_cap, implementation=implementation, transport=transport
-        )
+            spec, mesh, scale=scale, soft_cap=soft_cap, implementation=implementation, transport=transport,
+            launches=launches,
+        )  # fmt: skip
 
         def project(heads: int, width: int) -> nnx.LinearGeneral:
             return nnx.LinearGeneral(

@@ -175,3 +175,12 @@ def test_pools_across_hosts_compile() -> None:
         warnings.simplefilter("error")
         hlo = loss_and_gradients(spec, mesh).lower(*arguments(spec, mesh)).compile().as_text()
     assert kernel_calls(hlo) == 3 * spec.waves
+
+
+def test_the_flax_layer_hands_launch_parameters_on() -> None:
+    spec, mesh = spec_of(), target_mesh("h100", (2, 2, 2), AXES)
+    fn = libra_jax.attention_fn(spec, mesh, launches={"forward": Launch(96, 64, 4, 2)})
+    assert hash(fn) == hash(libra_jax.attention_fn(spec, mesh, launches={"forward": Launch(96, 64, 4, 2)}))
+    q, k, v, plans = arguments(spec, mesh)
+    with pytest.raises(ValueError, match=r"rows \(96\) must be a power of two"):
+        jax.eval_shape(fn.attend, q, k, v, plans)
