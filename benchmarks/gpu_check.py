@@ -873,8 +873,9 @@ def run_all(todo: Sequence[Item], journal: Journal, budget_seconds: float) -> No
     rest = [item for item in todo if journal.of(item)["status"] != "done"]
     if len(rest) < len(todo):
         print(f"{len(todo) - len(rest)} of {len(todo)} items are in {journal.path}, by this code on this device")
-    for item in sorted(rest, key=lambda item: journal.of(item)["status"] in ("failed", "started")):
-        begin, limit = time.monotonic(), SECTIONS[item.section] * budget_seconds
+    again = [item for item in rest if journal.of(item)["status"] in ("failed", "started")]
+    for item in [item for item in rest if item not in again] + again:
+        begin, limit = time.monotonic(), budget_seconds * (1.0 if item in again else SECTIONS[item.section])
         if begin - start > limit:
             reason = f"{begin - start:.0f} s were used; {item.section} is begun in the first {limit:.0f} s"
             journal.put(item, "skipped", reason=reason)
@@ -992,7 +993,10 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[s
 def report(entries: Sequence[Mapping[str, Any]], bench: Bench, path: Path | None) -> None:
     about = next((e["result"] for e in entries if e["section"] == "environment"), {}) or {"device": "unknown"}
     if bench.dry:
-        rung = "Dry run: nothing was launched on a GPU. Compiled for an H100 (rung 4), calculated on a CPU (rung 1)."
+        compiled = (
+            f"Not compiled: {bench.target}." if isinstance(bench.target, str) else "Compiled for an H100 (rung 4)."
+        )
+        rung = f"Dry run: nothing was launched on a GPU. {compiled} Calculated on a CPU (rung 1)."
     elif bench.scale is not REAL:
         rung = f"A trial on {about['device']}: xla kernels, and plain XLA under the name of cudnn. No number counts."
     else:

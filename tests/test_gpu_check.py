@@ -206,7 +206,7 @@ def pretend(log: list[str], name: str, error: BaseException | None = None, secti
 KEY = {"code": "1", "device": "cpu"}
 
 
-def test_an_error_ends_nothing_and_what_failed_comes_last_the_next_time(tmp_path: Path, capsys) -> None:
+def test_an_error_ends_nothing_and_what_failed_comes_last_the_next_time(tmp_path: Path, capsys, monkeypatch) -> None:
     path, log = tmp_path / "x.json", []
     todo = [pretend(log, "a"), pretend(log, "b", gpu_check.WrongResult("off by one", {"off": 1})), pretend(log, "c")]
     gpu_check.run_all(todo, Journal(path, KEY, False), 60)
@@ -215,10 +215,15 @@ def test_an_error_ends_nothing_and_what_failed_comes_last_the_next_time(tmp_path
     assert read(path)["speed: b"]["result"] == {"off": 1} and read(path)["speed: a"]["result"] == {"value": 1.5}
 
     log.clear()
-    todo = [pretend(log, "a"), pretend(log, "b"), pretend(log, "d")]
+    todo = [pretend(log, "a"), pretend(log, "b"), pretend(log, "d", ValueError())]
     gpu_check.run_all(todo, Journal(path, KEY, False), 60)
     assert log == ["d", "b"] and "1 of 3 items are in" in capsys.readouterr().out
     assert read(path)["speed: b"]["status"] == "done" and "off" not in read(path)["speed: b"]["result"]
+
+    log.clear()
+    monkeypatch.setitem(gpu_check.SECTIONS, "speed", -1.0)  # its share is used up: what comes last may use the rest
+    gpu_check.run_all([pretend(log, "d"), pretend(log, "e")], Journal(path, KEY, False), 60)
+    assert log == ["d"] and read(path)["speed: e"]["status"] == "skipped"
 
 
 def test_a_run_that_was_cut_off_is_on_disk_up_to_there(tmp_path: Path) -> None:
