@@ -1,5 +1,5 @@
 """One command for a machine with an NVIDIA GPU: are the Triton kernels right on it, how fast are they, and which cost
-model do they make? Needs jax, jaxtyping and a jax-triton wheel; the package itself need not be installed.
+model do they make? Needs jax and a jax-triton wheel; the package itself need not be installed.
 
     python -m benchmarks.gpu_check            from a checkout also: python benchmarks/gpu_check.py
     python -m benchmarks.gpu_check --dry-run  on a machine without a GPU: everything but the launches
@@ -33,6 +33,7 @@ import subprocess
 import sys
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]  # the code that is beside thi
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+if importlib.util.find_spec("jaxtyping") is None:  # names in annotations, which nobody evaluates here
+    sys.modules["jaxtyping"] = types.ModuleType("jaxtyping")
+    vars(sys.modules["jaxtyping"]).update(dict.fromkeys(("Array", "Float", "Int"), jax.Array))
+
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from libra_kernels import Launch, TileOptions, Tiles, compute_capability_of, tile_backward, tile_forward
 from libra_kernels.launch import PASSES, Pass, choose
