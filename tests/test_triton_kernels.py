@@ -10,6 +10,7 @@ import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from libra_kernels import launch
 from tile_problems import Case, Dense, Tables, by_unit, make_tables, random_dense
 from tile_runs import (
     Results,
@@ -69,6 +70,21 @@ def test_kernels_are_as_good_as_plain_jax(name):
     case = CASES[name]
     tables, dense = make_tables(case, np.random.default_rng(1), waves=2), random_dense(case)
     assert_as_good_as_plain_jax(case, run(case, tables, dense), dense)
+
+
+@pytest.mark.parametrize("head_dim", launch.HEAD_DIMS)
+def test_the_tile_sizes_that_are_launched(head_dim):
+    """The table's, each combination once whatever the architecture."""
+    case = Case([[150, 106]], 256, block=128, group=2, head_dim=head_dim)
+    tables, dense = make_tables(case, np.random.default_rng(2)), random_dense(case)
+    chosen = {}
+    for arch in launch.ARCHITECTURES:
+        for which in launch.PASSES:
+            sizes = launch.choose(which, arch, block=128, group=2, head_dim=head_dim, v_head_dim=head_dim)
+            chosen.setdefault(which, {})[sizes.rows, sizes.keys] = sizes
+    for i in range(max(len(sizes) for sizes in chosen.values())):
+        launches = {which: list(sizes.values())[i % len(sizes)] for which, sizes in chosen.items()}
+        assert_as_good_as_plain_jax(case, run(case, tables, dense, launches=launches), dense)
 
 
 PEAKED = {
@@ -151,6 +167,19 @@ def test_another_document_changes_no_bit(factor, soft_cap):
     before, after = run(case, tables, dense), run(case, tables, changed)
     assert_same_bits(*(Results(*(x[others] for x in results)) for results in (after, before)))
     assert (before.out != after.out).any()
+
+
+def test_overflow_between_documents_stays_out():
+    """Finite numbers of two documents that share a page, whose product is infinite: 0 * inf must not become NaN."""
+    case = Case([[90, 40, 62]], 192, group=2)
+    tables, dense = make_tables(case, np.random.default_rng(3)), random_dense(case)
+    plain = run(case, tables, dense)
+    large = Dense(*(x.copy() for x in dense))
+    large.d_out[:, 130:] = (large.d_out[:, 130:].astype(np.float32) * 2.0**70).astype(large.d_out.dtype)
+    large.v[:, 90:130] = (large.v[:, 90:130].astype(np.float32) * 2.0**70).astype(large.v.dtype)
+    got = run(case, tables, large)  # which looks for NaN everywhere
+    rows = np.arange(192).reshape(3, 64)
+    assert_same_bits(*(Results(*(x[rows < 90] for x in results)) for results in (got, plain)))
 
 
 # Tables with nothing in them.
