@@ -12,7 +12,7 @@ import pytest
 from libra_kernels import PADDING, Tiles
 from libra_kernels.triton import page_readers
 from operator_base import POLICIES
-from tile_problems import Case, Dense, Tables, by_unit, random_dense
+from tile_problems import Case, Dense, Tables, by_unit, make_tables, random_dense
 from tile_problems import page_readers as readers_by_definition
 from tile_runs import FLOAT32, Results, assert_as_good_as_plain_jax, assert_same_bits, poisoned, run_slots
 
@@ -44,6 +44,12 @@ def units_by_slot(tables: PlanTables, send: str) -> np.ndarray:
                 for i, slot in enumerate(items[sender, first:last]):
                     units[to, spec.home_blocks + landing[to, x, sender] + i] = units[sender, slot]
     return units
+
+
+def runs(readers: np.ndarray) -> np.ndarray:
+    """(L, 2, 2) pairs of first and one past last, all empty ones written alike."""
+    pairs = readers.reshape(-1, 2, 2)
+    return np.where(pairs[..., :1] < pairs[..., 1:], pairs, 0)
 
 
 def run_plan(case: Case, dense: Dense, waves: int, policy: str) -> Results:
@@ -79,7 +85,8 @@ def run_plan(case: Case, dense: Dense, waves: int, policy: str) -> Results:
         for start, stop in itertools.pairwise(bounds):
             tiles = Tiles(*(jax.numpy.asarray(x) for x in (entries, pages, first_visible, start, stop)))
             readers = np.asarray(page_readers(tiles))
-            assert np.array_equal(readers, readers_by_definition(entries, first_visible, len(pages), start, stop))
+            by_definition = readers_by_definition(entries, first_visible, len(pages), start, stop)
+            assert np.array_equal(runs(readers), runs(by_definition))
             rows.append((int(start), int(stop), readers))
         slots = Dense(
             placed(mine, q, nothing), placed(keys, k[:, :, 0], nothing), placed(keys, v[:, :, 0], nothing),
@@ -105,3 +112,14 @@ def test_plans(window):
         got = run_plan(case, dense, waves, policy)
         assert_as_good_as_plain_jax(case, got, dense)
         assert_same_bits(got, home, ("out", "lse", "dq"))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_readers_of_random_tables(seed):
+    """With inactive entries that hold garbage, blocks of padding, several runs of a lane."""
+    case = Case([[130, 1, 61], [-70, 90], []], 192, window=(None, 50)[seed % 2])
+    tables = make_tables(case, np.random.default_rng(seed), waves=3, wide=seed == 3, later=seed)
+    for start, stop, by_definition in tables.waves:
+        whole = (tables.entries, tables.pages, tables.first_visible, np.int32(start), np.int32(stop))
+        readers = np.asarray(jax.jit(page_readers)(Tiles(*(jax.numpy.asarray(x) for x in whole))))
+        assert np.array_equal(runs(readers), runs(by_definition))
