@@ -228,7 +228,7 @@ def problems(draw: st.DrawFn) -> tuple[Case, Tables]:
 
 
 @given(problems())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_random_tables(problem):
     case, tables = problem
     dense = random_dense(case)
