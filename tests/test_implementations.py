@@ -69,6 +69,11 @@ def test_why_not_triton(capability: int, changes: dict, reason: str | None) -> N
             raise ValueError(found)
 
 
+def test_a_scale_that_is_not_positive_is_for_other_implementations() -> None:
+    for scale in (0.0, -0.3):
+        assert "must be above 0" in str(why_not_triton(TileOptions(scale, compute_capability=90), *shapes()))
+
+
 def test_without_jax_triton_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "jax_triton" else real(name))

@@ -99,6 +99,8 @@ def reason_not_to_run(options: TileOptions, q: Any, v: Any) -> str | None:
         return "jax-triton is not installed (pip install 'libra-jax[cuda]')"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"q, k and v must be bfloat16 or float16, got {q.dtype}"
+    if not options.scale > 0:
+        return f"scale ({options.scale}) must be above 0: the largest raw product has to be the largest logit"
     try:
         for which in launch.PASSES:
             _launch(which, options._replace(launches=()), q, v)

@@ -160,7 +160,8 @@ def dkv_kernel(
     whole_stop = tl.load(readers + page_row * 4 + 3)
     _, _, first_page, _, page_base = _entry(entries, low)
     column = (tl.program_id(0) % TILES) * N + tl.arange(0, N)
-    key = (first_page + page_row - page_base) * B + column
+    page = first_page + page_row - page_base
+    key = page * B + column
     key_row = tl.load(pages + page_row).to(tl.int64) * B
     k0, k1 = _load(k + key_row * (D0 + D1), column, D0, D1)
     v0, v1 = _load(v + key_row * (E0 + E1), column, E0, E1)
@@ -168,7 +169,13 @@ def dkv_kernel(
     dk1 = tl.zeros([N, D1 if D1 else 16], tl.float32)
     dv0 = tl.zeros([N, E0], tl.float32)
     dv1 = tl.zeros([N, E1 if E1 else 16], tl.float32)
-    for i in range(low * ROW_TILES, high * ROW_TILES):
+    # Of the first block, rows before the keys do not count; of the last one, those that begin to see after them.
+    first_block = tl.load(entries + low * 5 + 1)
+    skipped = tl.where(first_block == page, (tl.program_id(0) % TILES) * N * G // M, 0)
+    last_slot = tl.load(entries + (high - 1) * 5).to(tl.int64)
+    token = tl.arange(0, B)
+    seen = tl.max(tl.where(tl.load(first_visible + last_slot * B + token) <= tl.max(key, 0), token + 1, 0), 0)
+    for i in range(low * ROW_TILES + skipped, (high - 1) * ROW_TILES + (seen * G + M - 1) // M):
         x = i // ROW_TILES
         slot = tl.load(entries + x * 5)
         row_base = slot.to(tl.int64) * (B * G) + i % ROW_TILES * M
