@@ -1,4 +1,4 @@
-"""Rung 2 for the whole operator: `libra_attention` on CPU devices with the Triton kernels run by Triton's interpreter in
+"""Rung 2 for the whole operator: `libra_attention` on CPU devices, the Triton kernels run by Triton's interpreter in
 place of a GPU. Everything between a plan and a kernel's arguments is the product's own; only the launch is replaced."""
 
 import threading

@@ -30,7 +30,8 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.tile_forward`."""
     inputs = (q, k, v, *_tables(tiles), tiles.start, tiles.stop)
-    return _call("forward", q, v, options, inputs, (out, lse), rows=tiles.entries.shape[0])
+    out, lse = _call("forward", q, v, options, inputs, (out, lse), rows=tiles.entries.shape[0])
+    return out, lse
 
 
 def backward(
