@@ -73,6 +73,18 @@ def batch_shardings(mesh: Mesh, arrays: dict[str, Any], plans: Any) -> tuple[dic
     return dict.fromkeys(arrays, rows), jax.tree.map(lambda _: tables, plans)
 
 
+def place_batch(mesh: Mesh, arrays: dict[str, Any], plans: Any) -> tuple[dict[str, jax.Array], Any]:
+    """A step's arrays and tables on the mesh, sharded as `batch_shardings` says.
+
+    arrays, plans: NumPy, the whole step's and the same in every process; a process keeps what its devices need.
+    """
+
+    def place(array: Any, sharding: NamedSharding) -> jax.Array:
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    return jax.tree.map(place, (arrays, plans), batch_shardings(mesh, arrays, plans))
+
+
 def state_shardings(mesh: Mesh, state: Any) -> Any:
     """Shardings of a state's arrays (or their shapes): the longest dimension that all ranks divide, else replicated.
 

@@ -161,10 +161,13 @@ def compile_step(config: TrainConfig, mesh: Mesh, blueprint: Blueprint, arrays: 
     """
     states = jax.tree.map(lambda x: x.sharding, blueprint.shapes)
     everywhere = NamedSharding(mesh, PartitionSpec())
+    shardings = batch_shardings(mesh, arrays, plans)
     jitted = jax.jit(
         make_step(config, blueprint.graph),
         donate_argnums=0,
-        in_shardings=(states, *batch_shardings(mesh, arrays, plans)),
+        in_shardings=(states, *shardings),
         out_shardings=(states, everywhere),
     )
-    return jitted.lower(blueprint.shapes, arrays, plans).compile()
+    # Shapes alone: jit refuses NumPy arrays that it would have to spread over several processes.
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (arrays, plans))
+    return jitted.lower(blueprint.shapes, *shapes).compile()
