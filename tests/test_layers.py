@@ -4,7 +4,7 @@ it is hidden in a function. The layers, each seeing only those before it:
     spec, workload, placement, assignments, planner,
     routing, tables, table_checks, plan                             host side: NumPy only, never jax
     hlo, schedule                                                   text of compiled programs: nothing but Python
-    targets, exchange, attention, layers                            device side
+    targets, processes, exchange, waves, attention, layers          device side
     data (host side only), models, train, cli
 
 `libra_kernels` stands alone on jax. Nothing that ships imports benchmarks, tests or configs.
@@ -25,7 +25,7 @@ import libra_jax
 ROOT = Path(__file__).parent.parent
 HOST = ["spec", "workload", "placement", "assignments", "planner", "routing", "tables", "table_checks", "plan"]
 TEXT = ["hlo", "schedule"]
-DEVICE = ["targets", "exchange", "attention", "layers"]
+DEVICE = ["targets", "processes", "exchange", "waves", "attention", "layers"]
 
 # layer: (layers of libra_jax that it may import beside itself, what it may import from outside beside the standard
 # library). A module of a layer that is not listed here fails the first test: give it a place.
