@@ -14,7 +14,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO
 
 import jax
@@ -35,12 +35,14 @@ def run_processes(
     timeout_seconds: float,
     cores: Sequence[int] | None = None,
     environment: Mapping[str, str] | None = None,
+    on_line: Callable[[str], None] | None = None,
 ) -> list[str]:
     """Runs `command` as `count` processes at once and waits for them. -> what each of them printed.
 
     command: program and arguments; three more follow, which the program hands to `join_processes`.
     cores: one core for each process, which it stays on; None leaves them where they are.
     environment: None is this process's.
+    on_line: is called with every line that the first process prints, as soon as it has.
 
     They share a free port of the loopback interface; if another program was faster to take it, all start again with
     another one. As soon as one fails the others are killed, and none outlives this function.
@@ -52,7 +54,7 @@ def run_processes(
             files = [stack.enter_context(open(os.path.join(folder, str(i)), "w+b")) for i in range(count)]
             address = f"127.0.0.1:{_free_port()}"
             with _started(command, address, files, cores, environment) as processes:
-                failed = _first_to_fail(processes, deadline)
+                failed = _first_to_fail(processes, deadline, _follow(files[0], on_line))
             if failed is None:
                 return [_text(file) for file in files]
             if attempt + 1 < _ATTEMPTS and any(_port_was_taken(_text(file)) for file in files):
@@ -109,10 +111,13 @@ def _started(
             process.wait()
 
 
-def _first_to_fail(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> int | None:
-    """Waits. None: all have ended well. -1: time is up."""
+def _first_to_fail(
+    processes: Sequence[subprocess.Popen[bytes]], deadline: float, look: Callable[[], None]
+) -> int | None:
+    """Waits, and looks at what is printed. None: all have ended well. -1: time is up."""
     while True:
         codes = [process.poll() for process in processes]
+        look()
         for index, code in enumerate(codes):
             if code:
                 return index
@@ -123,10 +128,25 @@ def _first_to_fail(processes: Sequence[subprocess.Popen[bytes]], deadline: float
         time.sleep(0.02)
 
 
+def _follow(file: IO[bytes], on_line: Callable[[str], None] | None) -> Callable[[], None]:
+    """A function that hands on the whole lines that were added to the file since it was last called."""
+    done, rest = 0, b""
+
+    def look() -> None:
+        nonlocal done, rest
+        if on_line is None:
+            return
+        new = os.pread(file.fileno(), 1 << 20, done)  # leaves the position alone, which the process writes at
+        done += len(new)
+        *lines, rest = (rest + new).split(b"\n")
+        for line in lines:
+            on_line(line.decode(errors="replace"))
+
+    return look
+
+
 def _text(file: IO[bytes]) -> str:
-    file.flush()
-    file.seek(0)
-    return file.read().decode(errors="replace")
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
 
 
 def _port_was_taken(text: str) -> bool:

@@ -80,6 +80,16 @@ def test_every_process_gets_its_number_and_its_core_and_its_output_comes_back() 
         assert line.endswith(f" {{{core}}} word\n")
 
 
+def test_lines_of_the_first_process_are_handed_on_while_it_runs() -> None:
+    seen: list[tuple[str, float]] = []
+    program = "print('one', sys.argv[3], flush=True); time.sleep(1); print('two'); print('three', end='')"
+    printed = python(
+        program, 2, timeout_seconds=60, on_line=lambda line: seen.append((line, time.monotonic()))
+    )  # fmt: skip
+    assert [line for line, _ in seen] == ["one 0", "two"] and seen[1][1] - seen[0][1] > 0.5
+    assert printed == [f"one {index}\ntwo\nthree" for index in range(2)]
+
+
 def test_when_one_fails_the_others_are_killed_and_its_output_is_shown() -> None:
     program = (
         "print('pid', os.getpid(), flush=True)\n"
