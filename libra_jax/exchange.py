@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -97,6 +97,11 @@ class Box:
         like = self.kinds[kind].like
         cast = [array.astype(want.dtype) for array, want in zip(arrays, like, strict=True)]
         return self.put(buffer, kind, pack(cast, self.word))
+
+    def write_all(self, buffer: jax.Array, kinds: Mapping[int, Sequence[jax.Array]]) -> jax.Array:
+        for kind, arrays in kinds.items():
+            buffer = self.write(buffer, kind, arrays)
+        return buffer
 
 
 class Part(NamedTuple):

@@ -10,8 +10,7 @@ followed by received ones (`tables.PlanTables`).
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -43,7 +42,7 @@ def forward(
     """q (T, H, D), k (T, K, D), v (T, K, E) -> output (T, H, E), log-sum-exp (slots, B, G, 2) float32."""
     spec = static.spec
     block, page = (spec.block, spec.group), (spec.block,)
-    inbox = _inbox(spec, q.dtype, {
+    boxes = _boxes(spec, q.dtype, {
         BLOCKS: [((*block, q.shape[-1]), q.dtype), (page, jnp.int32)],
         PAGES: [((*page, x.shape[-1]), x.dtype) for x in (k, v)],
         RESULTS: [((*block, v.shape[-1]), q.dtype)],
@@ -51,8 +50,8 @@ def forward(
     slots = _slots(spec.room.blocks, spec)
     out = lax.empty((slots, *block, v.shape[-1]), q.dtype)
     lse = jnp.full((slots, *block, 2), -jnp.inf, jnp.float32)
-    (out, lse), came_home = _in_waves(_Forward(tables, static), (q, k, v), (out, lse), inbox)
-    return _from_blocks(_take_back(out, came_home, inbox, tables), spec), lse
+    (out, lse), came_home = _in_waves(_Forward(tables, static), (q, k, v), (out, lse), boxes)
+    return _from_blocks(_take_back(out, came_home, boxes.home, tables), spec), lse
 
 
 def backward(
@@ -69,7 +68,7 @@ def backward(
     spec = static.spec
     block, page = (spec.block, spec.group), (spec.block,)
     queries, gradients = ((*block, q.shape[-1]), q.dtype), [((*page, x.shape[-1]), x.dtype) for x in (k, v)]
-    inbox = _inbox(spec, q.dtype, {
+    boxes = _boxes(spec, q.dtype, {
         BLOCKS: [queries, (page, jnp.int32), ((*block, v.shape[-1]), q.dtype), (block, jnp.float32)],
         PAGES: gradients,
         RESULTS: [queries],
@@ -79,10 +78,10 @@ def backward(
     page_slots = _slots(spec.room.pages, spec)
     dq = lax.empty((lse.shape[0], *block, q.shape[-1]), q.dtype)
     dk, dv = (jnp.zeros((page_slots, *page, x.shape[-1]), jnp.float32) for x in (k, v))
-    (dq, dk, dv), came_home = _in_waves(_Backward(tables, static, lse), (q, k, v, d_out, delta), (dq, dk, dv), inbox)
-    dk, dv = _sum_at_home([dk, dv], came_home, inbox, tables)
+    (dq, dk, dv), came_home = _in_waves(_Backward(tables, static, lse), (q, k, v, d_out, delta), (dq, dk, dv), boxes)
+    dk, dv = _sum_at_home([dk, dv], came_home, boxes.home, tables)
     return (
-        _from_blocks(_take_back(dq, came_home, inbox, tables), spec),
+        _from_blocks(_take_back(dq, came_home, boxes.home, tables), spec),
         _from_pages(dk.astype(k.dtype), spec),
         _from_pages(dv.astype(v.dtype), spec),
     )
@@ -141,65 +140,66 @@ class _Backward(NamedTuple):
         return {RESULTS: [dq[home:]], GRADIENTS: _take([dk, dv], self.tables.return_pages + home)}
 
 
-def _in_waves(work: _Forward | _Backward, source: Any, state: Any, landing: Box) -> tuple[Any, jax.Array | None]:
-    """All waves of a pass. Returns the state, and the inbox with everything that came home.
+def _in_waves(work: _Forward | _Backward, source: Any, state: Any, boxes: _Boxes) -> tuple[Any, jax.Array | None]:
+    """All waves of a pass. Returns the state, and what came home, laid out as `boxes.home`.
 
     All that is dispatched is put together before the first wave, and each exchange sends its part of it.
     """
     tables, (spec, *_, transport) = work.tables, work.static
-    # A pool of one rank has no boxes; None passes through everything below.
-    inbox, outbox, leaving = None, None, _outbox(landing, spec)
-    send = functools.partial(exchange, landing=landing, transport=transport)
+    outbox: Any = None  # where nothing is there yet, or not needed any more, and in a pool of one rank
+    inbox: Any = None
+    home: Any = None
+    leaving, returning = boxes.dispatched, boxes.returning
     if spec.ranks > 1:
-        inbox = landing.empty()
+        inbox = boxes.received.empty()
         with jax.named_scope("libra_dispatch_0"):
             blocks, pages = work.home(source)
             outbox = leaving.write(leaving.empty(), BLOCKS, _take(blocks, tables.send_blocks))
             outbox = leaving.write(outbox, PAGES, _take(pages, tables.send_pages))
     if (x := _exchange_of(0, spec)) is not None:  # all work in one wave: there is nothing to hide the exchange under
         with jax.named_scope(f"libra_dispatch_{x}"):
-            inbox = send(_dispatch(x, tables), outbox, inbox, leaving)
+            inbox = exchange(_dispatch(x, tables), outbox, inbox, leaving, boxes.received, transport=transport)
     for wave in range(spec.waves):
         coming, going = _exchange_of(wave + 1, spec), _exchange_of(wave - 1, spec)
-        parts = [] if coming is None else _dispatch(coming, tables)
         if going is not None:
-            parts += _return(going, tables, landing)
             with jax.named_scope(f"libra_return_{going}"):
                 if coming is None:
-                    leaving = _outbox_for_returns(landing, spec)
-                    outbox = leaving.empty()
-                outbox = _write_all(leaving, outbox, work.results(state))
+                    outbox, leaving = returning.empty(), returning
+                outbox = leaving.write_all(outbox, work.results(state))
         with jax.named_scope(f"libra_wave_{wave}"):
             blocks, pages = work.home(source)
             if _exchange_of(wave, spec) is not None:
-                blocks = _by_slot(blocks, landing.read(inbox, BLOCKS))
-                pages = _by_slot(pages, landing.read(inbox, PAGES))
+                blocks = _by_slot(blocks, boxes.received.read(inbox, BLOCKS))
+                pages = _by_slot(pages, boxes.received.read(inbox, PAGES))
+        if coming is None:
+            if going is not None:
+                home = inbox if boxes.one_inbox else boxes.home.empty()
+            inbox = None
         # All that the wave reads of the inbox, and all that leaves of the state, is read before either is written to.
-        blocks, pages, inbox, outbox, state = lax.optimization_barrier((blocks, pages, inbox, outbox, state))
-        if parts:
-            with jax.named_scope(_scope(coming, going)):
-                inbox = send(parts, outbox, inbox, leaving)
+        blocks, pages, outbox, inbox, home, state = lax.optimization_barrier(
+            (blocks, pages, outbox, inbox, home, state)
+        )
+        with jax.named_scope(_scope(coming, going)):
+            if coming is not None:
+                parts = _dispatch(coming, tables) + ([] if going is None else _return(going, tables, leaving))
+                inbox = exchange(parts, outbox, inbox, leaving, boxes.received, transport=transport)
+            elif going is not None:
+                parts = _return(going, tables, leaving)
+                home = exchange(parts, outbox, home, leaving, boxes.home, transport=transport)
         with jax.named_scope(f"libra_wave_{wave}"):
             state = work.compute(wave, blocks, pages, state)
         # The window ends when both are done. Whatever does not come from here could start early, or late.
-        source, inbox, outbox, state = lax.optimization_barrier((source, inbox, outbox, state))
+        source, outbox, inbox, home, state = lax.optimization_barrier((source, outbox, inbox, home, state))
     if (x := _exchange_of(spec.waves - 1, spec)) is not None:
-        parts, results = _return(x, tables, landing), work.results(state)
         with jax.named_scope(f"libra_return_{x}"):
+            home = boxes.home.empty() if home is None else home
+            parts, results = _return(x, tables, returning), work.results(state)
             if len(parts) == 1:  # nothing writes to the state any more, so it is sent from where it stands
-                leaving = landing.with_rooms(0, 0, state[0].shape[0])
-                results = {RESULTS: [state[0]]}
+                returning, results = returning.with_rooms(0, 0, state[0].shape[0]), {RESULTS: [state[0]]}
                 parts = [parts[0]._replace(send_offsets=parts[0].send_offsets + spec.home_blocks)]
-            else:
-                leaving = _outbox_for_returns(landing, spec)
-            inbox = send(parts, _write_all(leaving, leaving.empty(), results), inbox, leaving)
-    return state, inbox
-
-
-def _write_all(box: Box, buffer: jax.Array, kinds: dict[int, list[jax.Array]]) -> jax.Array:
-    for kind, arrays in kinds.items():
-        buffer = box.write(buffer, kind, arrays)
-    return buffer
+            outbox = returning.write_all(returning.empty(), results)
+            home = exchange(parts, outbox, home, returning, boxes.home, transport=transport)
+    return state, home
 
 
 def _dispatch(x: int, tables: PlanTables) -> list[Part]:
@@ -217,7 +217,7 @@ def _dispatch(x: int, tables: PlanTables) -> list[Part]:
     ]  # fmt: skip
 
 
-def _return(x: int, tables: PlanTables, landing: Box) -> list[Part]:
+def _return(x: int, tables: PlanTables, box: Box) -> list[Part]:
     """The way back: of the blocks that exchange x brought by the dispatch's offsets, the other way round, and of the
     gradients of the pages whose last wave it fed."""
     room = tables.spec.room
@@ -231,13 +231,13 @@ def _return(x: int, tables: PlanTables, landing: Box) -> list[Part]:
             room.pair_pages,
         ),
     ]  # fmt: skip
-    return [part for part in parts if part.kind < len(landing.kinds)]
+    return [part for part in parts if part.kind < len(box.kinds)]
 
 
 def _scope(coming: int | None, going: int | None) -> str:
     """The name of a window's exchange, for whoever reads a schedule or a profile."""
     names = [] if coming is None else [f"libra_dispatch_{coming}"]
-    return "/".join(names if going is None else [*names, f"libra_return_{going}"])
+    return "/".join(names if going is None else [*names, f"libra_return_{going}"]) or "libra_no_exchange"
 
 
 def _exchange_of(wave: int, spec: PoolSpec) -> int | None:
@@ -248,21 +248,42 @@ def _exchange_of(wave: int, spec: PoolSpec) -> int | None:
     return x if x >= 0 else None
 
 
-def _inbox(spec: PoolSpec, dtype: jnp.dtype, kinds: dict[int, list[tuple[tuple[int, ...], Any]]]) -> Box:
-    """The inbox of a pass, for items made up of arrays of these shapes and types."""
-    rooms = (spec.room.blocks, spec.room.pages, spec.home_blocks, spec.room.sent_pages)
+class _Boxes(NamedTuple):
+    """How the buffers of a pass are laid out.
+
+    dispatched: the outbox that all dispatches leave from. received: the inbox that they land in. returning: the outbox
+    of an exchange that only takes results home. home: where results land.
+
+    With more than three waves some exchanges dispatch and return at once. A collective has one buffer on either side:
+    then the first outbox has room for results too, and there is one inbox, `received` being `home`.
+    """
+
+    dispatched: Box
+    received: Box
+    returning: Box
+    home: Box
+
+    @property
+    def one_inbox(self) -> bool:
+        return self.received == self.home
+
+
+def _boxes(spec: PoolSpec, dtype: jnp.dtype, kinds: dict[int, list[tuple[tuple[int, ...], Any]]]) -> _Boxes:
+    """The boxes of a pass, for items made up of arrays of these shapes and types."""
+    room, both = spec.room, spec.waves > 3
     likes = (tuple(jax.ShapeDtypeStruct(*array) for array in like) for like in kinds.values())
-    return Box(tuple(map(Kind, rooms, likes)), word_for(dtype))
+    box = Box(tuple(Kind(0, like) for like in likes), word_for(dtype))
 
+    def with_rooms(blocks: int, pages: int, results: int, gradients: int) -> Box:
+        return box.with_rooms(*(blocks, pages, results, gradients)[: len(kinds)])
 
-def _outbox(landing: Box, spec: PoolSpec) -> Box:
-    """What all exchanges that dispatch leave from: with room for results where some of them take results home too."""
-    back = (spec.room.blocks, spec.room.pages) if spec.waves > 3 else (0, 0)
-    return landing.with_rooms(*(spec.home_blocks, spec.room.sent_pages, *back)[: len(landing.kinds)])
-
-
-def _outbox_for_returns(landing: Box, spec: PoolSpec) -> Box:
-    return landing.with_rooms(*(0, 0, spec.room.blocks, spec.room.pages)[: len(landing.kinds)])
+    back, home = (room.blocks, room.pages), (spec.home_blocks, room.sent_pages)
+    return _Boxes(
+        dispatched=with_rooms(*home, *(back if both else (0, 0))),
+        received=with_rooms(*back, *(home if both else (0, 0))),
+        returning=with_rooms(0, 0, *back),
+        home=with_rooms(*(back if both else (0, 0)), *home),
+    )
 
 
 def _slots(room: int, spec: PoolSpec) -> int:
@@ -318,28 +339,28 @@ def _tiles(tables: PlanTables, wave: int, first_visible: jax.Array) -> Tiles:
     return Tiles(tables.entries, tables.pages, first_visible, start, stop)
 
 
-def _take_back(slots: jax.Array, inbox: jax.Array | None, landing: Box, tables: PlanTables) -> jax.Array:
+def _take_back(slots: jax.Array, came_home: jax.Array | None, box: Box, tables: PlanTables) -> jax.Array:
     """Home results, those of blocks that were executed elsewhere among them."""
     home = slots[: tables.spec.home_blocks]
-    if inbox is None:
+    if came_home is None:
         return home
     position = jnp.arange(home.shape[0], dtype=jnp.int32)
     slot = jnp.where(position < tables.send_block_offsets[-1, -1], tables.send_blocks, home.shape[0])
-    (results,) = landing.read(inbox, RESULTS)
+    (results,) = box.read(came_home, RESULTS)
     return home.at[slot].set(results, mode="drop")
 
 
 def _sum_at_home(
-    slots: Sequence[jax.Array], inbox: jax.Array | None, landing: Box, tables: PlanTables
+    slots: Sequence[jax.Array], came_home: jax.Array | None, box: Box, tables: PlanTables
 ) -> list[jax.Array]:
     """Home partial gradients (float32) plus the returned ones of each page, one after the other in table order."""
     home = [d[: tables.spec.home_blocks] for d in slots]
-    if inbox is None:
+    if came_home is None:
         return home
     start, count = tables.sum_offsets[:-1], jnp.diff(tables.sum_offsets)
 
     def add_next(j: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
-        returned = landing.pick(inbox, GRADIENTS, tables.sum_rows.at[start + j].get(mode="clip"))
+        returned = box.pick(came_home, GRADIENTS, tables.sum_rows.at[start + j].get(mode="clip"))
         more = (j < count)[:, None, None]
         return [s + jnp.where(more, r.astype(s.dtype), 0) for s, r in zip(sums, returned, strict=True)]
 
