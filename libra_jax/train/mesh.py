@@ -13,6 +13,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from libra_jax.attention import MESH_AXES
+from libra_jax.models.fsdp import spread_spec
 from libra_jax.train.config import MeshConfig
 
 _PATIENCE = (
@@ -90,16 +91,9 @@ def state_shardings(mesh: Mesh, state: Any) -> Any:
 
     The first dimension of stacked layers is never chosen: a scan takes one slice of it at a time.
     """
-    ranks = mesh.size
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         stacked = any(getattr(key, "key", None) == "layers" for key in path)
-        fits = [d for d in range(1 if stacked else 0, len(leaf.shape)) if leaf.shape[d] % ranks == 0]
-        if not fits:
-            return NamedSharding(mesh, PartitionSpec())
-        longest = max(fits, key=lambda d: leaf.shape[d])
-        return NamedSharding(
-            mesh, PartitionSpec(*[MESH_AXES if d == longest else None for d in range(len(leaf.shape))])
-        )
+        return NamedSharding(mesh, spread_spec(leaf.shape, mesh.size, first=1 if stacked else 0))
 
     return jax.tree.map_with_path(sharding, state)
