@@ -5,7 +5,7 @@ it is hidden in a function. The layers, each seeing only those before it:
     routing, tables, table_checks, plan                             host side: NumPy only, never jax
     hlo, schedule                                                   text of compiled programs: nothing but Python
     targets, processes, exchange, waves, attention, layers          device side
-    data (host side only), models, train, cli
+    data (host side only), models, train, preflight, cli
 
 `libra_kernels` stands alone on jax. Nothing that ships imports benchmarks, tests or configs.
 """
@@ -44,8 +44,9 @@ LAYERS: dict[str, tuple[list[str], set[str]]] = {
         [*HOST, *TEXT, *DEVICE, "data", "plots", "models"],
         {"numpy", "jax", "jaxtyping", "flax", "optax", "orbax", "grain", "rich"},
     ),
+    "preflight": ([*HOST, *TEXT, *DEVICE, "models", "train"], {"numpy", "jax", "rich"}),
     "cli": (
-        [*HOST, *TEXT, *DEVICE, "data", "plots", "inspect_corpus", "models", "train"],
+        [*HOST, *TEXT, *DEVICE, "data", "plots", "inspect_corpus", "models", "train", "preflight"],
         {"rich", "tyro"},
     ),
 }
