@@ -175,11 +175,12 @@ def _in_waves(work: _Forward | _Backward, source: Any, state: Any, boxes: _Boxes
             if going is not None:
                 home = inbox if boxes.one_inbox else boxes.home.empty()
             inbox = None
-        # All that the wave reads of the inbox, and all that leaves of the state, is read before either is written to.
-        blocks, pages, outbox, inbox, home, state = lax.optimization_barrier(
-            (blocks, pages, outbox, inbox, home, state)
-        )
         with jax.named_scope(_scope(coming, going)):
+            # All that the wave reads of the inbox, and all that leaves of the state, is read before either is written
+            # to. (Inside of the scope: XLA drops the names of ragged exchanges, those of barriers it keeps.)
+            blocks, pages, outbox, inbox, home, state = lax.optimization_barrier(
+                (blocks, pages, outbox, inbox, home, state)
+            )
             if coming is not None:
                 parts = _dispatch(coming, tables) + ([] if going is None else _return(going, tables, leaving))
                 inbox = exchange(parts, outbox, inbox, leaving, boxes.received, transport=transport)
