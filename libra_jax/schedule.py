@@ -193,7 +193,17 @@ def _work(program: Program, line: Instruction) -> list[_Step]:
         target = re.search(r'custom_call_target="([^"]*)"', line.rest)
         label = kernel.name if kernel else target[1] if target else line.name
         return [_Step(label, kernel is not None or touched >= _SMALL_BYTES, touched)]
+    if kernel := _kernel_in_fusion(program, line):
+        return [_Step(kernel, True, touched)]
     return [_Step(line.name, touched >= _SMALL_BYTES and _multiplies(program, line), touched)]
+
+
+def _kernel_in_fusion(program: Program, line: Instruction) -> str | None:
+    """The name of a Triton kernel that reads slices of its operands in place: XLA makes a fusion of it."""
+    called = line.attribute("calls") if line.opcode.startswith("fusion") else None
+    inside = program.computations.get(called, ()) if called else ()
+    kernels = (triton_call(other.rest) for other in inside if other.opcode == "custom-call")
+    return next((kernel.name for kernel in kernels if kernel), None)
 
 
 def _work_inside(program: Program, line: Instruction) -> list[_Step]:

@@ -17,12 +17,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import libra_jax
 from libra_jax.attention import LSE_NAME, OUT_NAME, PLAN_SPEC, SEQUENCE_SPEC
+from libra_jax.models.fsdp import gather, spread_spec
 from libra_jax.schedule import OVERLAP_OPTIONS, Exchange, operator_exchanges, read_schedule
 from libra_jax.targets import target_mesh
 
 AXES = ("pool", "dp", "cp")
 LENGTHS = [[2048], [3] * 600, [200, 1, 500], [77] * 26]
-FEATURES, LAYERS = 1024, 4
+LAYERS = 4
 FORWARD, BACKWARD = ["libra_forward"], ["libra_dkv", "libra_dq"]
 
 
@@ -93,14 +94,17 @@ def test_alone_every_exchange_but_the_last_return_runs_under_a_wave(waves: int, 
     check(schedule(both, *arguments(spec, mesh)), [FORWARD, BACKWARD], waves)
 
 
-def stack_of_layers(spec, mesh, policy):
+def stack_of_layers(spec, mesh, policy, *, fsdp: bool = False):
     """loss(weights, x, plans) of LAYERS residual layers, scanned, each under `jax.checkpoint` unless policy is None."""
 
     def layer(x, weights, plans):
+        if fsdp:
+            weights = jax.tree.map(lambda w: w.astype(x.dtype), gather(weights, mesh, x.dtype))
         heads = jnp.einsum("nsf,fhd->nshd", x, weights["qkv"])
         q, k, v = jnp.split(heads, (spec.num_heads, spec.num_heads + spec.num_kv_heads), axis=2)
         x = x + jnp.einsum("nshd,hdf->nsf", attention(spec, mesh)(q, k, v, plans), weights["out"])
-        return x + jax.nn.relu(x @ weights["up"]) @ weights["down"]
+        x = x + jax.nn.relu(x @ weights["up"]) @ weights["down"]
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, SEQUENCE_SPEC))
 
     def loss(weights, x, plans):
         one = functools.partial(layer, plans=plans)
@@ -110,18 +114,22 @@ def stack_of_layers(spec, mesh, policy):
     return loss
 
 
-def model_arguments(spec, mesh, *, fsdp: bool):
-    """Shapes of the weights, whole on every GPU or spread over all of them, of the activations and of the plans."""
+def model_arguments(spec, mesh, *, features: int = 1024, fsdp: bool = False):
+    """Shapes of the weights, whole on every GPU or float32 and spread over all, of the activations and of the plans."""
     heads = spec.num_heads + 2 * spec.num_kv_heads
     shapes = {
-        "qkv": (FEATURES, heads, spec.head_dim),
-        "out": (spec.num_heads, spec.head_dim, FEATURES),
-        "up": (FEATURES, 4 * FEATURES),
-        "down": (4 * FEATURES, FEATURES),
+        "qkv": (features, heads, spec.head_dim),
+        "out": (spec.num_heads, spec.head_dim, features),
+        "up": (features, 4 * features),
+        "down": (4 * features, features),
     }
-    where = PartitionSpec(None, AXES) if fsdp else PartitionSpec()
-    weights = {name: lying(mesh, (LAYERS, *shape), "bfloat16", where) for name, shape in shapes.items()}
-    x = lying(mesh, (4, spec.seq_len, FEATURES), "bfloat16", SEQUENCE_SPEC)
+    weights = {
+        name: lying(mesh, (LAYERS, *shape), "float32", spread_spec((LAYERS, *shape), mesh.size, first=1))
+        if fsdp
+        else lying(mesh, (LAYERS, *shape), "bfloat16", PartitionSpec())
+        for name, shape in shapes.items()
+    }
+    x = lying(mesh, (4, spec.seq_len, features), "bfloat16", SEQUENCE_SPEC)
     return weights, x, arguments(spec, mesh)[-1]
 
 
@@ -141,6 +149,6 @@ KEEP = jax.checkpoint_policies.save_only_these_names(OUT_NAME, LSE_NAME)
 def test_in_a_scan_over_layers(policy, passes, waves: int, hosts: int) -> None:
     spec, mesh = spec_of(waves), mesh_of(hosts)
     gradients = jax.grad(stack_of_layers(spec, mesh, policy))
-    exchanges = schedule(gradients, *model_arguments(spec, mesh, fsdp=False))
+    exchanges = schedule(gradients, *model_arguments(spec, mesh))
     check(exchanges, passes, waves)
     assert all(exchange.times == LAYERS for exchange in operator_exchanges(exchanges))
