@@ -16,8 +16,12 @@ from libra_jax.hlo import Groups, Instruction, Program, groups_of, read_program,
 DISPATCH_SCOPE, RETURN_SCOPE = "libra_dispatch", "libra_return"
 """`jax.named_scope`s around the operator's exchanges: out to the executors, and back."""
 
-OVERLAP_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
-"""Compiler options for GPUs without which XLA runs exchanges where they stand and hides none."""
+OVERLAP_OPTIONS = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
+}
+"""Compiler options for GPUs. Without the first XLA runs exchanges where they stand; without the second one exchange at
+a time, and gathering the next weights takes the kernel that the operator's exchange was to run under."""
 
 OPERATOR_PURPOSES = ("dispatch", "return", "dispatch+return", "exchange")
 
@@ -190,6 +194,8 @@ def _work(program: Program, line: Instruction) -> list[_Step]:
     touched = _touched(program, line)
     if opcode == "custom-call":
         kernel = triton_call(line.rest)
+        if "AllocateBuffer" in line.rest:
+            return []
         target = re.search(r'custom_call_target="([^"]*)"', line.rest)
         label = kernel.name if kernel else target[1] if target else line.name
         return [_Step(label, kernel is not None or touched >= _SMALL_BYTES, touched)]
