@@ -69,7 +69,8 @@ def libra_attention(
     soft_cap: logits become soft_cap * tanh(logits / soft_cap).
     implementation: "triton", "xla" or "reference". None: "triton" where the program is compiled for NVIDIA GPUs and the
         kernels take these shapes and dtypes, otherwise "xla".
-    transport: "ragged", "all_to_all" or "ppermute"; None: "ragged" on GPUs, "all_to_all" elsewhere. Same bits.
+    transport: "ragged", "all_to_all" or "ppermute"; None: "ragged" on GPUs, elsewhere
+        "ppermute" between two ranks and "all_to_all" among more. Same bits.
     launches: launch parameters of the Triton kernels in place of the table's, for "forward", "dq" or "dkv".
 
     Returns the output in q's dtype. Padding gives zero output and zero gradient, whatever it holds. Logits of real rows
@@ -91,7 +92,7 @@ def libra_attention(
     )
     if implementation in (None, "triton"):
         _check_triton(implementation, options, q, v, spec)
-    static = Static(spec, options, implementation, resolve_transport(transport, device))
+    static = Static(spec, options, implementation, resolve_transport(transport, device, spec.ranks))
     q, k, v, plans = _laid_out(q, k, v, plans, mesh)
     return _on_mesh(static, mesh)(q, k, v, plans)
 

@@ -133,14 +133,17 @@ def exchange(
     return _TRANSPORTS[transport](parts, outbox, inbox, leaving, landing)
 
 
-def resolve_transport(transport: str | None, device: Any = None) -> str:
-    """The transport that will run; None: what suits the device (None: the default one).
+def resolve_transport(transport: str | None, device: Any = None, ranks: int | None = None) -> str:
+    """The transport that will run; None: what suits the device (None: the default one) and the ranks of a pool.
+
+    Two ranks have nothing to gain from all_to_all, in which each also sends to itself: between processes (gloo) it
+    took three times as long.
 
     Raises ValueError when the name is unknown.
     """
     if transport is None:
         device = jax.devices()[0] if device is None else device
-        return "ragged" if device.platform == "gpu" else "all_to_all"
+        return "ragged" if device.platform == "gpu" else "ppermute" if ranks == 2 else "all_to_all"
     if not isinstance(transport, str) or transport not in _TRANSPORTS:
         raise ValueError(f"transport ({transport!r}) must be None or one of {sorted(_TRANSPORTS)}")
     return transport
@@ -192,32 +195,44 @@ def _padded(
     landing: Box,
     *,
     swap: Callable[[jax.Array], jax.Array],
+    in_rounds: bool,
 ) -> jax.Array:
-    """swap: (N, words), row d for rank d, to row s from rank s. Every part's share is `pair_room` items wide."""
-    packed = jnp.concatenate([_outgoing(part, leaving.items(outbox, part.kind)) for part in parts], axis=1)
+    """swap: what leaves (M, words) to what arrives (M, words). A row has room for `pair_room` items of every part.
+
+    Rows are ranks, M = N. in_rounds: M = N - 1, row j is for the j-th rank after the next, and comes from the j-th
+    before the last.
+    """
+    ranks = jnp.arange(parts[0].landings.shape[0], dtype=jnp.int32)
+    to_rank = row_from = ranks
+    if in_rounds:
+        n, me = ranks.shape[0], lax.axis_index(POOL_AXES)
+        to_rank = (me + 1 + ranks[:-1]) % n
+        row_from = (me - 1 - ranks) % n  # for the rank itself there is no such row, and nothing to read
+    packed = jnp.concatenate([_outgoing(part, leaving.items(outbox, part.kind), to_rank) for part in parts], axis=1)
     arrived, start = swap(packed), 0
     for part in parts:
         width = part.pair_room * landing.words[part.kind]
-        room = _land(part, arrived[:, start : start + width], landing.items(inbox, part.kind))
+        room = _land(part, arrived[:, start : start + width], landing.items(inbox, part.kind), row_from)
         inbox = landing.put(inbox, part.kind, room)
         start += width
     return inbox
 
 
-def _outgoing(part: Part, items: jax.Array) -> jax.Array:
-    """(N, pair_room * words): the items for each rank, followed by whatever comes next, which nobody reads."""
-    place = part.send_offsets[:-1, None] + jnp.arange(part.pair_room, dtype=jnp.int32)[None, :]
+def _outgoing(part: Part, items: jax.Array, to_rank: jax.Array) -> jax.Array:
+    """(M, pair_room * words): the items for each of some ranks, followed by what comes next, which nobody reads."""
+    place = part.send_offsets[to_rank][:, None] + jnp.arange(part.pair_room, dtype=jnp.int32)[None, :]
     return items.at[place].get(mode="clip").reshape(place.shape[0], -1)
 
 
-def _land(part: Part, arrived: jax.Array, room: jax.Array) -> jax.Array:
-    """The room (places, words) with what every rank sent written to its place; `arrived`: (N, pair_room * words)."""
+def _land(part: Part, arrived: jax.Array, room: jax.Array, row_from: jax.Array) -> jax.Array:
+    """The room (places, words) with what every rank sent written to its place. arrived: (M, pair_room * words), what
+    rank s sent in row row_from[s]."""
     offsets = part.recv_offsets
     place = jnp.arange(room.shape[0], dtype=jnp.int32)
     sender = jnp.searchsorted(offsets, place, side="right").astype(jnp.int32) - 1
     sender = jnp.clip(sender, 0, offsets.shape[0] - 2)
     items = arrived.reshape(-1, room.shape[1])
-    received = items.at[sender * part.pair_room + place - offsets[sender]].get(mode="clip")
+    received = items.at[row_from[sender] * part.pair_room + place - offsets[sender]].get(mode="clip")
     mine = (place >= offsets[0]) & (place < offsets[-1])
     return jnp.where(mine[:, None], received, room)
 
@@ -227,18 +242,16 @@ def _all_to_all(packed: jax.Array) -> jax.Array:
 
 
 def _ppermute(packed: jax.Array) -> jax.Array:
-    """N - 1 rounds; in round k every rank sends to the k-th after it and hears from the k-th before it."""
-    n, me = packed.shape[0], lax.axis_index(POOL_AXES)
-    arrived = jnp.zeros_like(packed)
-    for k in range(1, n):
-        outgoing = lax.dynamic_index_in_dim(packed, (me + k) % n, 0)
-        incoming = lax.ppermute(outgoing, POOL_AXES, [(rank, (rank + k) % n) for rank in range(n)])
-        arrived = lax.dynamic_update_slice_in_dim(arrived, incoming, (me - k) % n, 0)
-    return arrived
+    """N - 1 rounds; in round j every rank sends to the j-th after it and hears from the j-th before it."""
+    n = packed.shape[0] + 1
+    rounds = [
+        lax.ppermute(packed[j - 1 : j], POOL_AXES, [(rank, (rank + j) % n) for rank in range(n)]) for j in range(1, n)
+    ]
+    return jnp.concatenate(rounds)
 
 
 _TRANSPORTS: dict[str, Callable[..., jax.Array]] = {
     "ragged": _ragged,
-    "all_to_all": functools.partial(_padded, swap=_all_to_all),
-    "ppermute": functools.partial(_padded, swap=_ppermute),
+    "all_to_all": functools.partial(_padded, swap=_all_to_all, in_rounds=False),
+    "ppermute": functools.partial(_padded, swap=_ppermute, in_rounds=True),
 }

@@ -154,7 +154,9 @@ def _in_waves(work: _Forward | _Backward, source: Any, state: Any, boxes: _Boxes
         inbox = boxes.received.empty()
         with jax.named_scope("libra_dispatch_0"):
             blocks, pages = work.home(source)
-            outbox = leaving.write(leaving.empty(), BLOCKS, _take(blocks, tables.send_blocks))
+            outbox = leaving.write(
+                leaving.empty(), BLOCKS, _take(blocks, tables.send_blocks[: leaving.kinds[BLOCKS].room])
+            )
             outbox = leaving.write(outbox, PAGES, _take(pages, tables.send_pages))
     if (x := _exchange_of(0, spec)) is not None:  # all work in one wave: there is nothing to hide the exchange under
         with jax.named_scope(f"libra_dispatch_{x}"):
@@ -278,7 +280,8 @@ def _boxes(spec: PoolSpec, dtype: jnp.dtype, kinds: dict[int, list[tuple[tuple[i
     def with_rooms(blocks: int, pages: int, results: int, gradients: int) -> Box:
         return box.with_rooms(*(blocks, pages, results, gradients)[: len(kinds)])
 
-    back, home = (room.blocks, room.pages), (spec.home_blocks, room.sent_pages)
+    sent_blocks = min(spec.home_blocks, spec.exchanges * (spec.ranks - 1) * room.pair_blocks)
+    back, home = (room.blocks, room.pages), (sent_blocks, room.sent_pages)
     return _Boxes(
         dispatched=with_rooms(*home, *(back if both else (0, 0))),
         received=with_rooms(*back, *(home if both else (0, 0))),
@@ -345,9 +348,10 @@ def _take_back(slots: jax.Array, came_home: jax.Array | None, box: Box, tables: 
     home = slots[: tables.spec.home_blocks]
     if came_home is None:
         return home
-    position = jnp.arange(home.shape[0], dtype=jnp.int32)
-    slot = jnp.where(position < tables.send_block_offsets[-1, -1], tables.send_blocks, home.shape[0])
     (results,) = box.read(came_home, RESULTS)
+    position = jnp.arange(results.shape[0], dtype=jnp.int32)
+    came = position < tables.send_block_offsets[-1, -1]
+    slot = jnp.where(came, tables.send_blocks[: results.shape[0]], home.shape[0])
     return home.at[slot].set(results, mode="drop")
 
 
