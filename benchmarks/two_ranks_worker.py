@@ -1,6 +1,6 @@
 """One of the two processes of benchmarks/two_ranks.py: makes the programs, runs them in turn, process 0 writes times.
 
-    python -m benchmarks.two_ranks_worker OPTIONS.json RESULT.json ADDRESS COUNT INDEX
+    python -m benchmarks.two_ranks_worker OPTIONS.pickle RESULT.json ADDRESS COUNT INDEX
 
 Plain: each sequence is a pool of its own, so that nothing is exchanged. Pooled: both are one pool. The same numbers
 come in, and the output and dq have the same bits; this is checked before anything is timed.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 import statistics
 import sys
 import time
@@ -69,8 +70,7 @@ class Turn(NamedTuple):
 
 def main(options_file: str, result_file: str, *process: str) -> None:
     join_processes(process)
-    content = json.loads(Path(options_file).read_text())
-    options = Options(**{name: tuple(x) if isinstance(x, list) else x for name, x in content.items()})
+    options = Options(**pickle.loads(Path(options_file).read_bytes()))
     deadline = time.monotonic() + 60 * options.minutes
     found: dict[str, Any] = {"wire_seconds": measure_wire(options), "rows": [], "rest_seconds": {}}
     measurements: list[tuple[Measurements, Measurements]] = []
@@ -102,9 +102,9 @@ def main(options_file: str, result_file: str, *process: str) -> None:
                 )
                 say_row(found["rows"][-1])
         if step is not None:
-            lengths = [[options.block] * (tokens // options.block)] * 2
+            lengths = even_lengths(sides["plain"])
             plain = sides["plain"].plans(lengths)
-            seconds = median_of(step.call("plain", lengths, plain), rounds)
+            seconds = median_of(step.call("plain", lengths, plain), 5)
             found["rest_seconds"][tokens] = {
                 "step": seconds,
                 "pages": work_of(plain, "work"),
@@ -136,6 +136,11 @@ def make_side(name: str, tokens: int, options: Options) -> Side:
     )  # fmt: skip
     mesh = jax.make_mesh((pools, pool_size, 1), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
     return Side(config, mesh)
+
+
+def even_lengths(side: Side) -> list[list[int]]:
+    """Documents of one block, in both sequences: hardly any attention, and as much on each rank."""
+    return [[side.spec.block] * side.spec.blocks_per_sequence] * 2
 
 
 def compile_passes(sides: dict[str, Side], options: Options) -> dict[str, dict[str, Any]]:
@@ -181,7 +186,7 @@ def operator_inputs(side: Side, plans: Sequence[libra_jax.Plan]) -> list[Any]:
 
 
 def same_results(passes: dict[str, dict[str, Any]], inputs: dict[str, list[Any]]) -> None:
-    """Runs everything once, and holds output and gradients of one side against the other's."""
+    """Runs everything once, which also warms it up, and holds output and gradients of one side against the other's."""
     for compiled in passes.values():
         plain, pooled = ([x.addressable_shards[0].data for x in compiled[name](*inputs[name])] for name in SIDES)
         for number, (a, b) in enumerate(zip(plain, pooled, strict=True)):
@@ -200,9 +205,11 @@ class Step:
         self.states: dict[str, Any] = {}
         for name, side in sides.items():
             blueprint = plan_state(side.config, side.mesh)
-            arrays, plans = self._batch(side, [[side.spec.seq_len]] * 2, side.plans([[side.spec.seq_len]] * 2))
+            even = even_lengths(side)
+            arrays, plans = self._batch(side, even, side.plans(even))
             self.compiled[name] = compile_step(side.config, side.mesh, blueprint, arrays, plans)
             self.states[name] = blueprint.init()
+            jax.block_until_ready(self.call(name, even, side.plans(even))())
 
     def call(self, name: str, lengths: Sequence[Sequence[int]], plans: Sequence[libra_jax.Plan]) -> Call:
         side = self.sides[name]
@@ -229,6 +236,8 @@ def calibrate(side: Side, passes: dict[str, dict[str, Any]], rounds: int) -> tup
     for short in (side.spec.seq_len, side.spec.seq_len // 4, side.spec.block):
         plans = side.plans([[short] * (side.spec.seq_len // short)] * 2)
         inputs = operator_inputs(side, plans)
+        for compiled in passes.values():
+            jax.block_until_ready(compiled["plain"](*inputs))
         forward, both = (median_of(bind(passes[which]["plain"], inputs), rounds) for which in ("forward", "both"))
         found.append((work_of(plans, "work")[0], work_of(plans, "blocks")[0], forward, max(both - forward, 1e-6)))
     pages, blocks, forward, backward = map(np.array, zip(*found, strict=True))
@@ -283,10 +292,8 @@ def work_of(plans: Sequence[libra_jax.Plan], name: str) -> list[int]:
 
 
 def in_turn(pair: dict[str, Call], rounds: int, deadline: float, options: Options) -> dict[str, Any]:
-    """Runs both sides in turn. Rounds in which other programs had more than `options.disturbed` of a core are repeated
-    while there is time, and left out if enough others are left."""
-    for call in pair.values():
-        jax.block_until_ready(call())
+    """Runs both sides in turn; all programs have run before. Rounds in which other programs had more than
+    `options.disturbed` of a core are repeated while there is time, and left out if enough others are left."""
     turns: list[dict[str, Turn]] = []
 
     def clean() -> list[dict[str, Turn]]:
@@ -311,7 +318,7 @@ def in_turn(pair: dict[str, Call], rounds: int, deadline: float, options: Option
 
 
 def median_of(call: Call, rounds: int) -> float:
-    jax.block_until_ready(call())
+    """Seconds of a program that has run before."""
     return statistics.median(timed(call).seconds for _ in range(rounds))
 
 
