@@ -152,3 +152,17 @@ def test_in_a_scan_over_layers(policy, passes, waves: int, hosts: int) -> None:
     exchanges = schedule(gradients, *model_arguments(spec, mesh))
     check(exchanges, passes, waves)
     assert all(exchange.times == LAYERS for exchange in operator_exchanges(exchanges))
+
+
+def test_beside_weights_that_are_gathered_from_all_gpus() -> None:
+    """FSDP: gathers of weights and scatters of their gradients find other work, and do not push the tiles' out."""
+    spec, mesh = spec_of(3), mesh_of(1)
+    gradients = jax.grad(stack_of_layers(spec, mesh, KEEP, fsdp=True))
+    exchanges = schedule(gradients, *model_arguments(spec, mesh, fsdp=True, features=4096))
+    check(exchanges, [FORWARD, BACKWARD], 3)
+    others = [e for e in exchanges if e.purpose in ("weights", "gradients")]
+    assert {e.kind for e in others} == {"all-gather", "reduce-scatter"}
+    # What a layer begins with has nothing before it in the same turn of the scan.
+    first = [e for e in others if e.exposed]
+    assert len(first) <= 2 and sum(e.bytes for e in first) < 0.1 * sum(e.bytes for e in others), first
+    assert all(e.under for e in others)
