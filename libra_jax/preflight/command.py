@@ -18,6 +18,8 @@ from libra_jax.preflight.report import Report, as_json, as_markdown, preflight, 
 from libra_jax.targets import TARGETS
 from libra_jax.train.config import TrainConfig
 
+_PAGE_COLUMNS = 120
+
 
 @dataclasses.dataclass(frozen=True)
 class PreflightOptions:
@@ -47,7 +49,7 @@ def run(options: PreflightOptions, config: TrainConfig, name: str, command: str)
     if options.json:
         print(json.dumps(as_json(report), indent=2))
     else:
-        print_report(report, Console())
+        print_report(report, Console(width=None if sys.stdout.isatty() else _PAGE_COLUMNS))
     if options.report is not None:
         _write(report, options.report, command)
     if not report.fits:

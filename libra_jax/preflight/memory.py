@@ -104,8 +104,8 @@ def _part(value: _Value, op_name: str, shares: set[int], num_layers: int) -> str
         return "optimizer"
     if op_name.startswith(("arrays[", "plans.")):
         return "batch and plans"
-    if _OPERATOR.search(op_name):
-        return "attention"
+    if _OPERATOR.search(op_name) or "S(1)" in value.type:
+        return "attention"  # memory space 1 is for ragged exchanges, and only the operator has such
     if value.name.startswith("all-gather"):
         return "gathered weights"
     shape = re.match(r"(\w+)\[([\d,]*)\]", value.type)

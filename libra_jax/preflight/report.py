@@ -23,7 +23,6 @@ RESERVED_BYTES = 4 << 30
 estimate."""
 
 _LARGEST_BUFFERS = 12
-_GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +158,7 @@ def as_markdown(report: Report, command: str, stamp: str) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-_NUMBERS = {"GiB", "MiB", "times", "ranks", "registers", "spills", "shared KiB", "warps", "calls", "share"}
+_NUMBERS = {"size", "times", "ranks", "registers", "spills", "shared", "warps", "calls", "share"}
 
 
 def _title(report: Report) -> str:
@@ -201,21 +200,20 @@ def _sentences(report: Report) -> list[str]:
 
 def _sections(report: Report) -> Iterator[tuple[str, Sequence[str], list[tuple[str, ...]]]]:
     """(title, header, rows) of each table."""
-    rows = [(part, f"{n / _GIB:.2f}", f"{n / report.peak_bytes:.0%}", PARTS[part]) for part, n in report.parts.items()]
-    total = ("peak", f"{report.peak_bytes / _GIB:.2f}", "100%", "of one device, as XLA plans it")
-    yield "Memory at the peak", ("part", "GiB", "share", "what it is"), [*rows, total]
-    rows = [(f"{b.bytes / _GIB:.2f}", b.part, b.type, _last_scopes(b.op_name)) for b in report.buffers]
-    yield "Largest buffers", ("GiB", "part", "type", "made by"), rows
+    rows = [(part, _size(n), f"{n / report.peak_bytes:.1%}", PARTS[part]) for part, n in report.parts.items()]
+    total = ("peak", _size(report.peak_bytes), "100%", "of one device, as XLA plans it")
+    yield "Memory at the peak", ("part", "size", "share", "what it is"), [*rows, total]
+    rows = [(_size(b.bytes), b.part, b.type, _last_scopes(b.op_name)) for b in report.buffers]
+    yield "Largest buffers", ("size", "part", "type", "made by"), rows
     ordered = sorted(report.exchanges, key=lambda e: (not e.exposed, -e.bytes * (e.times or 1)))
-    yield "Exchanges", ("for", "kind", "MiB", "times", "ranks", "runs under"), [_exchange_row(e) for e in ordered]
+    yield "Exchanges", ("for", "kind", "size", "times", "ranks", "runs under"), [_exchange_row(e) for e in ordered]
     rows = [
         (
-            k.name, k.arch, str(k.calls), str(k.registers), str(k.spill_bytes), f"{k.shared_bytes / 1024:.1f}",
-            str(k.warps),
+            k.name, k.arch, str(k.calls), str(k.registers), str(k.spill_bytes), _size(k.shared_bytes), str(k.warps),
         )
         for k in report.kernels
     ]  # fmt: skip
-    yield "Triton kernels", ("kernel", "for", "calls", "registers", "spills", "shared KiB", "warps"), rows
+    yield "Triton kernels", ("kernel", "for", "calls", "registers", "spills", "shared", "warps"), rows
 
 
 def _exchange_row(exchange: Exchange) -> tuple[str, ...]:
@@ -223,7 +221,7 @@ def _exchange_row(exchange: Exchange) -> tuple[str, ...]:
     return (
         exchange.purpose,
         exchange.kind,
-        f"{exchange.bytes / 2**20:.2f}",
+        _size(exchange.bytes),
         "?" if exchange.times is None else str(exchange.times),
         str(exchange.group_size),
         f"EXPOSED ({under})" if exchange.exposed and under else "EXPOSED" if exchange.exposed else under,
@@ -231,18 +229,29 @@ def _exchange_row(exchange: Exchange) -> tuple[str, ...]:
 
 
 def _summary(under: Sequence[str]) -> str:
-    """Kernels, matrix products and loops by name or number, the rest by number."""
+    """Kernels by name, matrix products, loops and the rest by number."""
 
     def kind(label: str) -> str:
         if label.startswith("libra_"):
             return label
-        for word, what in (("gemm", "matrix products"), ("dot", "matrix products"), ("while", "loops")):
+        for word, what in (("gemm", "matrix product"), ("dot", "matrix product"), ("while", "loop")):
             if word in label:
                 return what
-        return "other operations"
+        return "other operation"
 
-    counts = Counter(map(kind, under))
-    return ", ".join(label if label.startswith("libra_") and n == 1 else f"{n} {label}" for label, n in counts.items())
+    def counted(label: str, n: int) -> str:
+        if label.startswith("libra_"):
+            return label if n == 1 else f"{n} {label}"
+        return f"{n} {label}{'s' if n > 1 else ''}"
+
+    return ", ".join(counted(label, n) for label, n in Counter(map(kind, under)).items())
+
+
+def _size(n: int) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(n) >= unit:
+            return f"{n / unit:.1f} {name}"
+    return f"{n} B"
 
 
 def _last_scopes(op_name: str, most: int = 60) -> str:
