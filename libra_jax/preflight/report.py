@@ -118,14 +118,12 @@ def as_json(report: Report) -> dict[str, Any]:
 
 def verdict(report: Report) -> str:
     """Whether it fits, in a sentence with the numbers."""
-    peak, device = report.peak_bytes / _GIB, report.device_bytes / _GIB
-    what = f"{peak:.1f} GiB at the peak and {RESERVED_BYTES / _GIB:.0f} GiB set aside"
+    needed, gpu = report.peak_bytes + RESERVED_BYTES, TARGETS[report.target].name
+    what = f"{_size(report.peak_bytes)} at the peak and {_size(RESERVED_BYTES)} set aside for what XLA does not count"
     if report.fits:
-        return f"It fits: {what}, of {device:.1f} GiB of {TARGETS[report.target].name}."
-    over = peak + RESERVED_BYTES / _GIB - device
-    return (
-        f"It does not fit: {what} are {over:.1f} GiB more than the {device:.1f} GiB of {TARGETS[report.target].name}."
-    )
+        return f"It fits: {what}, of the {_size(report.device_bytes)} of one {gpu}."
+    over = _size(needed - report.device_bytes)
+    return f"It does not fit: {what} are {over} more than the {_size(report.device_bytes)} of one {gpu}."
 
 
 def print_report(report: Report, console: Console) -> None:
