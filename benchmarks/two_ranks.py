@@ -68,7 +68,20 @@ class Options:
     """Draw predicted against measured into this file (PNG)."""
 
 
-COLUMNS = ("tokens", "short", "pages", "pass", "plain", "pooled", "measured", "predicted", "MB", "other", "rounds")
+COLUMNS = (
+    "tokens",
+    "short",
+    "pages",
+    "pass",
+    "plain",
+    "pooled",
+    "measured",
+    "predicted",
+    "cpu",
+    "MB",
+    "other",
+    "rounds",
+)
 PASSES = {"forward": "forward", "both": "both ways", "step": "training step"}
 
 LEGEND = """\
@@ -82,6 +95,7 @@ Two processes with one core each. The first sequence of a pool is one document, 
 - predicted: the same from the cost model (seconds per page, per block and per launch, measured on this machine with
   both ranks doing the same), the busier rank's, plus the bytes of the exchange over gloo's measured speed. For the
   step, what is not attention is measured with documents of one block on both ranks. Packing and copying is not in it.
+- cpu: processor time of the busier rank, plain over pooled: it hardly notices other programs, nor waiting.
 - MB: what each rank sends the other, padding included. other: cores that other programs used meanwhile (median).
 - rounds: rounds counted; +n: n more were left out, because others used more than {disturbed} of a core; *: there were
   too few without, so all are counted."""
@@ -122,6 +136,10 @@ def main(options: Options) -> None:
 
 def measure(options: Options, console: Console) -> dict[str, Any]:
     """Starts the two processes, each on a core of its own, and returns what they found; see `two_ranks_worker`."""
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, soft_wrap=True)
+
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         raise SystemExit(f"two ranks need two cores, this process may use {len(cores)}")
@@ -134,7 +152,7 @@ def measure(options: Options, console: Console) -> dict[str, Any]:
             timeout_seconds=60 * options.minutes + 1800,
             cores=cores,
             environment=os.environ | {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"},
-            on_line=lambda line: console.print(line, highlight=False) if line.startswith("two ranks: ") else None,
+            on_line=lambda line: say(line) if line.startswith("two ranks: ") else None,
         )
         return json.loads(result.read_text())
 
@@ -173,6 +191,7 @@ def cells_of(row: Row, predicted: float) -> list[str]:
         f"{seconds['pooled']:.3f}",
         f"{row['ratio']:.2f}",
         f"{predicted:.2f}",
+        f"{row['processor_ratio']:.2f}",
         f"{moved / 1e6:.1f}",
         f"{row['foreign']:.2f}",
         f"{row['rounds']}{extra}{'' if row['clean'] else ' *'}",

@@ -62,9 +62,10 @@ class Side(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Of one run, the slower rank's seconds, and the cores that other programs used meanwhile."""
+    """Of one run: seconds of the slower rank, processor seconds of the busier, cores that other programs used."""
 
     seconds: float
+    processor: float
     foreign: float
 
 
@@ -308,11 +309,13 @@ def in_turn(pair: dict[str, Call], rounds: int, deadline: float, options: Option
     return {
         "seconds": {name: statistics.median(turn[name].seconds for turn in used) for name in SIDES},
         "ratio": statistics.median(turn["plain"].seconds / turn["pooled"].seconds for turn in used),
+        "processor_ratio": statistics.median(turn["plain"].processor / turn["pooled"].processor for turn in used),
         "foreign": statistics.median(max(x.foreign for x in turn.values()) for turn in used),
         "rounds": len(used),
         "left_out": len(turns) - len(used),
         "clean": used is not turns or len(clean()) == len(turns),
         "all_seconds": {name: [turn[name].seconds for turn in turns] for name in SIDES},
+        "all_processor": {name: [turn[name].processor for turn in turns] for name in SIDES},
         "all_foreign": [max(x.foreign for x in turn.values()) for turn in turns],
     }
 
@@ -327,12 +330,13 @@ def timed(call: Call) -> Turn:
     multihost_utils.sync_global_devices("start")
     busy, mine, start = busy_seconds(), time.process_time(), time.perf_counter()
     jax.block_until_ready(call())
-    seconds = time.perf_counter() - start
+    seconds, processor = time.perf_counter() - start, time.process_time() - mine
     multihost_utils.sync_global_devices("end")
     whole, own, all_cores = time.perf_counter() - start, time.process_time() - mine, busy_seconds() - busy
-    both = np.asarray(multihost_utils.process_allgather(np.array([seconds, whole, own, all_cores])), np.float64)
-    foreign = (both[:, 3].max() - both[:, 2].sum()) / both[:, 1].max()
-    return Turn(float(both[:, 0].max()), max(float(foreign), 0.0))
+    ranks = multihost_utils.process_allgather(np.array([seconds, processor, whole, own, all_cores]))
+    seconds, processor, whole, _, all_cores = np.max(ranks, axis=0).tolist()
+    foreign = (all_cores - float(np.sum(ranks, axis=0)[3])) / whole
+    return Turn(seconds, processor, max(foreign, 0.0))
 
 
 def busy_seconds() -> float:
@@ -360,7 +364,7 @@ def say_row(row: dict[str, Any]) -> None:
     say(
         f"{row['tokens']} tokens against {row['short']}-token documents, {row['pass']}: "
         f"plain {seconds['plain']:.3f} s, pooled {seconds['pooled']:.3f} s, {row['ratio']:.2f} x, "
-        f"{row['foreign']:.2f} cores busy elsewhere"
+        f"processor {row['processor_ratio']:.2f} x, {row['foreign']:.2f} cores busy elsewhere"
     )
 
 
