@@ -103,7 +103,7 @@ Two processes with one core each. The first sequence of a pool is one document, 
 
 def main(options: Options) -> None:
     started = time.monotonic()
-    console = Console(width=max(Console().width, 110))
+    console = Console(width=max(Console().width, 120))
     found = measure(options, console)
     rows = [cells_of(row, predict(row, found)) for row in found["rows"]]
     title = (
