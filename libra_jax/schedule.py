@@ -19,9 +19,11 @@ DISPATCH_SCOPE, RETURN_SCOPE = "libra_dispatch", "libra_return"
 OVERLAP_OPTIONS = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
+    "xla_gpu_memory_limit_slop_factor": 115,
 }
 """Compiler options for GPUs. Without the first XLA runs exchanges where they stand; without the second one exchange at
-a time, and gathering the next weights takes the kernel that the operator's exchange was to run under."""
+a time, and gathering the next weights takes the kernel that the operator's exchange was to run under. The third, in
+percent of 80% of the GPU's memory, is what it may fill before it gives up overlap and computes things twice: 92%."""
 
 OPERATOR_PURPOSES = ("dispatch", "return", "dispatch+return", "exchange")
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console, Group
 from rich.table import Table
 
-from libra_jax.hlo import read_program
+from libra_jax.hlo import Instruction, read_program
 from libra_jax.preflight.kernels import KernelUse, read_kernels
 from libra_jax.preflight.memory import PARTS, Buffer, check_sizes, read_memory
 from libra_jax.preflight.program import CompiledStep, Topology, compile_for
@@ -27,7 +27,9 @@ _LARGEST_BUFFERS = 12
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """memory, buffers, exchanges: as their own modules say. Sizes in bytes, of one device."""
+    """Sizes in bytes, of one device. parts, state_bytes, buffers, exchanges, kernels: as their own modules say.
+    recomputed: instructions that XLA runs a second time to save memory, beside what the config's remat asks for.
+    remarks: warnings while the step was traced."""
 
     name: str
     config: TrainConfig
@@ -39,6 +41,7 @@ class Report:
     buffers: tuple[Buffer, ...]
     exchanges: tuple[Exchange, ...]
     kernels: tuple[KernelUse, ...]
+    recomputed: tuple[str, ...]
     compile_seconds: float
     remarks: tuple[str, ...]
 
@@ -76,6 +79,9 @@ def report_of(step: CompiledStep, config: TrainConfig, target: str, topology: To
         buffers=memory.buffers[:_LARGEST_BUFFERS],
         exchanges=tuple(exchanges_of(program)),
         kernels=tuple(read_kernels(program)),
+        recomputed=tuple(
+            line.name for lines in program.computations.values() for line in lines if _is_recomputed(line)
+        ),
         compile_seconds=step.seconds,
         remarks=step.remarks,
     )
@@ -105,6 +111,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "program_max_group_size": max((exchange.group_size for exchange in report.exchanges), default=None),
         "schedule": [_exchange_json(exchange) for exchange in report.exchanges],
         "kernels": [dataclasses.asdict(kernel) for kernel in report.kernels],
+        "recomputed": list(report.recomputed),
         "compile_seconds": round(report.compile_seconds, 1),
         "config": report.name,
         "target": report.target,
@@ -192,6 +199,11 @@ def _sentences(report: Report) -> list[str]:
         lines.append(f"Kernels that spill registers: {', '.join(spilling) if spilling else 'none'}.")
     else:
         lines.append("The program has no Triton kernel.")
+    if report.recomputed:
+        lines.append(
+            f"XLA computes {len(report.recomputed)} results twice to save memory: {', '.join(report.recomputed[:6])}"
+            + (" and others." if len(report.recomputed) > 6 else ".")
+        )
     lines.append(f"Traced and compiled in {report.compile_seconds:.0f} s.")
     return [*lines, *(f"Remark: {remark}" for remark in report.remarks)]
 
@@ -257,6 +269,11 @@ def _last_scopes(op_name: str, most: int = 60) -> str:
     parts = [part for part in op_name.split("/") if part not in ("while", "body", "eval_jaxpr", "shard_map")]
     text = "/".join(parts)
     return text if len(text) <= most else "…" + text[-most:]
+
+
+def _is_recomputed(line: Instruction) -> bool:
+    """XLA's rematerialization names its copies so."""
+    return ".remat" in line.name and line.opcode.removesuffix("-start") in ("fusion", "custom-call", "dot")
 
 
 def _inside_pools(exchange: Exchange, pool_ranks: int) -> bool:
