@@ -71,7 +71,7 @@ def read_memory(step: CompiledStep, program: Program, num_layers: int) -> Memory
         line = made_by.get(value.name)
         op_name = line.op_name.replace("\\'", "'") if line is not None else ""
         part = _part(value, op_name, shares, num_layers)
-        return Buffer(value.name + (f"{{{value.index}}}" if value.index else ""), value.type, op_name, value.size, part)
+        return Buffer(value.name + (f"{{{value.place}}}" if value.place else ""), value.type, op_name, value.size, part)
 
     allocations = list(_allocations(step.buffers))
     peak = sum(allocation.size for allocation in allocations)
@@ -129,10 +129,10 @@ def _bytes_of(tree: Any) -> int:
 
 
 class _Value(NamedTuple):
-    """A value of the program in its allocation. index: its place in a tuple."""
+    """A value of the program in its allocation. place: its place in a tuple, "" for the whole."""
 
     name: str
-    index: str
+    place: str
     size: int
     offset: int
     type: str
@@ -179,10 +179,10 @@ def _standing(allocation: _Allocation, lives: Mapping[tuple[str, str], tuple[int
         largest = max(value.size for value in allocation.values)
         arguments = [v for v in allocation.values if v.size == largest and v.name.startswith("param")]
         return [(allocation.size, arguments or [v for v in allocation.values if v.size == largest])]
-    unknown = [value for value in allocation.values if (value.name, value.index) not in lives]
+    unknown = [value for value in allocation.values if (value.name, value.place) not in lives]
     if unknown:
         raise ValueError(f"XLA's live-range report says nothing of {unknown[0].name}")
-    spans = [(*lives[value.name, value.index], value) for value in allocation.values]
+    spans = [(*lives[value.name, value.place], value) for value in allocation.values]
     moments = sorted({first for first, _, _ in spans})  # memory grows when something begins to live
 
     def covered(moment: int) -> list[_Region]:

@@ -264,7 +264,7 @@ def _size(n: int) -> str:
     return f"{n} B"
 
 
-def _last_scopes(op_name: str, most: int = 60) -> str:
+def _last_scopes(op_name: str, most: int = 46) -> str:
     """The end of an op_name, which says most."""
     parts = [part for part in op_name.split("/") if part not in ("while", "body", "eval_jaxpr", "shard_map")]
     text = "/".join(parts)
