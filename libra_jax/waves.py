@@ -173,10 +173,12 @@ def _in_waves(work: _Forward | _Backward, source: Any, state: Any, boxes: _Boxes
             if _exchange_of(wave, spec) is not None:
                 blocks = _by_slot(blocks, boxes.received.read(inbox, BLOCKS))
                 pages = _by_slot(pages, boxes.received.read(inbox, PAGES))
-        if coming is None:
-            if going is not None:
-                home = inbox if boxes.one_inbox else boxes.home.empty()
-            inbox = None
+        if coming is None:  # the last wave: nothing is dispatched any more
+            inbox, last = None, inbox
+            if going is None:
+                outbox = None
+            else:
+                home = last if boxes.one_inbox else boxes.home.empty()
         with jax.named_scope(_scope(coming, going)):
             # All that the wave reads of the inbox, and all that leaves of the state, is read before either is written
             # to. (Inside of the scope: XLA drops the names of ragged exchanges, those of barriers it keeps.)

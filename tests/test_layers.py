@@ -2,7 +2,7 @@
 it is hidden in a function. The layers, each seeing only those before it:
 
     spec, workload, placement, assignments, planner,
-    routing, tables, table_checks, plan                             host side: NumPy only, never jax
+    routing, tables, table_checks, memory, plan                     host side: NumPy only, never jax
     hlo, schedule                                                   text of compiled programs: nothing but Python
     targets, processes, exchange, waves, attention, layers          device side
     data (host side only), models, train, preflight, cli
@@ -23,7 +23,18 @@ import pytest
 import libra_jax
 
 ROOT = Path(__file__).parent.parent
-HOST = ["spec", "workload", "placement", "assignments", "planner", "routing", "tables", "table_checks", "plan"]
+HOST = [
+    "spec",
+    "workload",
+    "placement",
+    "assignments",
+    "planner",
+    "routing",
+    "tables",
+    "table_checks",
+    "memory",
+    "plan",
+]
 TEXT = ["hlo", "schedule"]
 DEVICE = ["targets", "processes", "exchange", "waves", "attention", "layers"]
 
