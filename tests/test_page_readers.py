@@ -1,14 +1,17 @@
 """Which entries visit which page rows: what the dK/dV kernel reads, held against plain loops over real plans, and the
 two promises of `Tiles` it rests on."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import operator_base as base
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from libra_kernels import PADDING, Tiles
 from libra_kernels.triton import page_readers
 
 import libra_jax
+from libra_jax.targets import target_mesh
 
 
 def expected(tiles: Tiles) -> tuple[np.ndarray, list[list[int]]]:
@@ -80,6 +83,15 @@ def _tidy(readers: np.ndarray) -> np.ndarray:
     for pair in (readers[:, :2], readers[:, 2:]):
         pair[pair[:, 0] >= pair[:, 1]] = 0
     return readers
+
+
+def test_nothing_of_rows_times_entries_is_stored_on_a_gpu() -> None:
+    """Sizes of a rank at 256K tokens: the comparison has 50 million results, and is one fused reduction."""
+    on_gpu = NamedSharding(target_mesh("h100", (1,), ("x",)), PartitionSpec())
+    shapes = ((4096, 5), (12288,), (4096, 128), (), ())
+    tiles = Tiles(*(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=on_gpu) for shape in shapes))
+    memory = jax.jit(page_readers).lower(tiles).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 1e6
 
 
 def test_a_gap_among_those_that_see_the_page_whole_masks_all() -> None:

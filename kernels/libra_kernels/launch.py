@@ -69,6 +69,9 @@ def choose(
         raise ValueError(f"block ({block}) must be one of {BLOCKS}")
     if not 1 <= group <= MOST_GROUP:
         raise ValueError(f"query heads per key/value head ({group}) must be 1 to {MOST_GROUP}")
+    for name in overrides or {}:
+        if name not in PASSES:
+            raise ValueError(f"launch parameters are for {PASSES}, got {name!r}")
     if overrides and which in overrides:
         launch = overrides[which]
         for name, size, of, whole in (

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from libra_kernels import launch
 from libra_kernels.tiles import BLOCK, FIRST_PAGE, NUM_PAGES, PAGE_BASE, Q_SLOT, TileOptions, Tiles
@@ -56,28 +57,37 @@ def page_readers(tiles: Tiles) -> jax.Array:
     """(L, 4) int32: for each row of `tiles.pages` which of the wave's entries visit it.
 
     The first of them and one past the last, then the same for those that see the page whole: blocks after it, all of
-    whose rows see from its first key on. Both are runs of neighbours (`Tiles`). 0, 0, 0, 0 where nothing visits.
-    Compares every row with every entry: one fused reduction, whatever the tables hold.
+    whose rows see from its first key on. Both are runs of neighbours (`Tiles`); the first is not below the last where
+    there is none. Compares every row with every entry, in one fused reduction.
     """
     block = tiles.first_visible.shape[1]
     entries, index = tiles.entries, jnp.arange(tiles.entries.shape[0], dtype=jnp.int32)
-    step = jnp.arange(tiles.pages.shape[0], dtype=jnp.int32)[:, None] - entries[None, :, PAGE_BASE]
-    visits = (step >= 0) & (step < entries[None, :, NUM_PAGES])
-    visits &= ((index >= tiles.start) & (index < tiles.stop))[None, :]
-    page = entries[None, :, FIRST_PAGE] + step
+    active = (index >= tiles.start) & (index < tiles.stop)
+    begin, base = entries[:, PAGE_BASE], entries[:, PAGE_BASE] - entries[:, FIRST_PAGE]
+    end = jnp.where(active, begin + entries[:, NUM_PAGES], 0)
     sees_from = tiles.first_visible.max(axis=1)[entries[:, Q_SLOT]]
-    whole = visits & (entries[None, :, BLOCK] > page) & (sees_from[None, :] <= page * block)
+    whole_begin = base + jnp.maximum((sees_from + block - 1) // block, entries[:, FIRST_PAGE])
+    whole_end = jnp.minimum(base + entries[:, BLOCK], end)
+    row = jnp.arange(tiles.pages.shape[0], dtype=jnp.int32)[:, None]
+    visits = (row >= begin[None, :]) & (row < end[None, :])
+    whole = (row >= whole_begin[None, :]) & (row < whole_end[None, :])
 
-    def run(chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
-        first = jnp.where(chosen, index[None, :], entries.shape[0]).min(axis=1)
-        last = jnp.where(chosen, index[None, :] + 1, 0).max(axis=1)
-        return jnp.minimum(first, last), last
+    def both(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return (*map(jnp.minimum, a[:2], b[:2]), *map(jnp.maximum, a[2:4], b[2:4]), a[4] + b[4])
 
-    low, high = run(visits)
-    whole_low, whole_high = run(whole)
+    # One reduction of five numbers, so that nothing of size rows times entries is ever stored.
+    none, zero = jnp.int32(entries.shape[0]), jnp.int32(0)
+    this, after = index[None, :], index[None, :] + 1
+    first, whole_first, last, whole_last, whole_count = lax.reduce(
+        (
+            jnp.where(visits, this, none), jnp.where(whole, this, none),
+            jnp.where(visits, after, zero), jnp.where(whole, after, zero), whole.astype(jnp.int32),
+        ),
+        (none, none, zero, zero, zero), both, (1,),
+    )  # fmt: skip
     # Masking a whole page changes nothing: what is not one run of neighbours is masked throughout.
-    gap = whole.sum(axis=1, dtype=jnp.int32) != whole_high - whole_low
-    return jnp.stack([low, high, whole_low, jnp.where(gap, whole_low, whole_high)], axis=1)
+    whole_last = jnp.where(whole_last - whole_first == whole_count, whole_last, whole_first)
+    return jnp.stack([first, last, whole_first, whole_last], axis=1)
 
 
 def reason_not_to_run(options: TileOptions, q: Any, v: Any) -> str | None:
