@@ -11,6 +11,7 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from libra_jax.hlo import Instruction, read_program
+from libra_jax.memory import attention_bytes
 from libra_jax.preflight.kernels import KernelUse, read_kernels
 from libra_jax.preflight.memory import PARTS, Buffer, check_sizes, read_memory
 from libra_jax.preflight.program import CompiledStep, Topology, compile_for
@@ -99,6 +100,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "reserved_bytes": RESERVED_BYTES,
         "memory": report.parts,
         "state_bytes": report.state_bytes,
+        "attention_formula_bytes": _formula(report),
         "largest_buffers": [dataclasses.asdict(buffer) for buffer in report.buffers],
         "exchanges": len(report.exchanges),
         "overlapped": len(report.exchanges) - len(exposed),
@@ -177,7 +179,7 @@ def _title(report: Report) -> str:
 
 
 def _sentences(report: Report) -> list[str]:
-    operator, spec = report.operator, report.config.spec
+    operator, spec, formula = report.operator, report.config.spec, _formula(report)
     hidden = sum(not exchange.exposed for exchange in operator)
     lines = [verdict(report)]
     if operator:
@@ -189,6 +191,10 @@ def _sentences(report: Report) -> list[str]:
         )
     else:
         lines.append("Attention exchanges nothing: a pool is one rank.")
+    lines.append(
+        f"One layer's attention by its formula: {_size(formula['forward'])} forward and {_size(formula['backward'])} "
+        f"backward while it runs."
+    )
     others = [exchange for exchange in report.exchanges if exchange.purpose not in OPERATOR_PURPOSES]
     lines.append(
         f"Weights, gradients and sums: {sum(not exchange.exposed for exchange in others)} of {len(others)} exchanges "
@@ -269,6 +275,13 @@ def _last_scopes(op_name: str, most: int = 46) -> str:
     parts = [part for part in op_name.split("/") if part not in ("while", "body", "eval_jaxpr", "shard_map")]
     text = "/".join(parts)
     return text if len(text) <= most else "…" + text[-most:]
+
+
+def _formula(report: Report) -> dict[str, int]:
+    """What `memory.attention_bytes` expects of one layer's attention at its fullest, forward and backward, and of the
+    plan's tables."""
+    counted = attention_bytes(report.config.spec)
+    return {"forward": counted.forward.total, "backward": counted.backward.total, "tables": counted.tables}
 
 
 def _is_recomputed(line: Instruction) -> bool:
