@@ -47,6 +47,7 @@ def set_aside(spec: PoolSpec) -> tuple[int, int]:
 
     compiled = jax.jit(both).lower(q, k, v, out, plans).compile(compiler_options=OVERLAP_OPTIONS)
     found = compiled.memory_analysis()
+    assert found is not None
     table_bytes = attention_bytes(spec).tables
     whole = sum(jax.numpy.dtype(x.dtype).itemsize * x.size for x in (q, k, v, out)) // spec.ranks
     assert found.argument_size_in_bytes == pytest.approx(whole + table_bytes, rel=1e-3)

@@ -50,15 +50,16 @@ def arguments(spec, mesh):
     return q, k, k, jax.tree.map(lambda table: lying(mesh, table.shape, table.dtype, PLAN_SPEC), plans)
 
 
-def schedule(function, *args, **options) -> list[Exchange]:
-    return read_schedule(jax.jit(function).lower(*args).compile(compiler_options=OVERLAP_OPTIONS | options).as_text())
+def schedule(function, *args) -> list[Exchange]:
+    text = jax.jit(function).lower(*args).compile(compiler_options=OVERLAP_OPTIONS).as_text()
+    assert text is not None
+    return read_schedule(text)
 
 
 def check(exchanges: list[Exchange], kernels: list[list[str]], waves: int) -> None:
     """The operator's exchanges are those of passes with these kernels, and only the last return of each is exposed."""
     ours = operator_exchanges(exchanges)
-    each = waves if waves > 1 else 2  # W - 1 dispatches and as many returns, W - 3 of them in one: a window has one
-    each = len({*range(waves - 1), *range(2, waves)}) + 1
+    each = len(purposes(waves))
     assert len(ours) == each * len(kernels), [(e.purpose, e.under) for e in ours]
     for number, names in enumerate(kernels):
         one_pass = ours[number * each : (number + 1) * each]
