@@ -14,31 +14,22 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
-from libra_kernels import (
-    PADDING,
-    Launch,
-    TileOptions,
-    Tiles,
-    check_implementation,
-    compute_capability_of,
-    tile_backward,
-    tile_forward,
-    why_not_triton,
-)
+from libra_kernels import Launch, TileOptions, check_implementation, compute_capability_of, why_not_triton
 
-from libra_jax.exchange import Part, exchange, pack, resolve_transport, unpack, word_for
+from libra_jax import waves
+from libra_jax.exchange import resolve_transport
 from libra_jax.spec import PoolSpec, spec_differences
 from libra_jax.tables import PlanTables, register_pytree, table_shapes
+from libra_jax.waves import Static
 
 register_pytree()
 
@@ -51,15 +42,6 @@ PLAN_SPEC = PartitionSpec(*MESH_AXES)
 OUT_NAME, LSE_NAME = "libra_out", "libra_lse"
 """`jax.checkpoint` names of the output and the log-sum-exp. A policy that saves both (for example
 `jax.checkpoint_policies.save_only_these_names(OUT_NAME, LSE_NAME)`) spares the second forward pass its exchange."""
-
-
-class _Static(NamedTuple):
-    """What the compiled program depends on besides shapes."""
-
-    spec: PoolSpec
-    options: TileOptions
-    implementation: str | None
-    transport: str
 
 
 def libra_attention(
@@ -87,7 +69,8 @@ def libra_attention(
     soft_cap: logits become soft_cap * tanh(logits / soft_cap).
     implementation: "triton", "xla" or "reference". None: "triton" where the program is compiled for NVIDIA GPUs and the
         kernels take these shapes and dtypes, otherwise "xla".
-    transport: "all_to_all" or "ppermute"; None chooses. Same bits.
+    transport: "ragged", "all_to_all" or "ppermute"; None: "ragged" on GPUs, elsewhere
+        "ppermute" between two ranks and "all_to_all" among more. Same bits.
     launches: launch parameters of the Triton kernels in place of the table's, for "forward", "dq" or "dkv".
 
     Returns the output in q's dtype. Padding gives zero output and zero gradient, whatever it holds. Logits of real rows
@@ -109,7 +92,7 @@ def libra_attention(
     )
     if implementation in (None, "triton"):
         _check_triton(implementation, options, q, v, spec)
-    static = _Static(spec, options, implementation, resolve_transport(transport))
+    static = Static(spec, options, implementation, resolve_transport(transport, device, spec.ranks))
     q, k, v, plans = _laid_out(q, k, v, plans, mesh)
     return _on_mesh(static, mesh)(q, k, v, plans)
 
@@ -144,7 +127,7 @@ def _laid_out(
 
 
 @functools.cache
-def _on_mesh(static: _Static, mesh: Mesh) -> Callable[..., jax.Array]:
+def _on_mesh(static: Static, mesh: Mesh) -> Callable[..., jax.Array]:
     """The operator over the whole mesh. Jitted and kept, so that layers of one shape are traced once, and a call
     outside of jit is compiled as one program."""
     return jax.jit(
@@ -159,11 +142,11 @@ def _on_mesh(static: _Static, mesh: Mesh) -> Callable[..., jax.Array]:
     )
 
 
-def _on_rank(q: jax.Array, k: jax.Array, v: jax.Array, plans: PlanTables, *, static: _Static) -> jax.Array:
+def _on_rank(q: jax.Array, k: jax.Array, v: jax.Array, plans: PlanTables, *, static: Static) -> jax.Array:
     """One rank's share: q (1, T, H, D), k (1, T, K, D), v (1, T, K, E) -> (1, T, H, E)."""
 
-    forward = _first_derivatives_only(functools.partial(_forward, static=static))
-    backward = _first_derivatives_only(functools.partial(_backward, static=static))
+    forward = _first_derivatives_only(functools.partial(waves.forward, static=static))
+    backward = _first_derivatives_only(functools.partial(waves.backward, static=static))
 
     @jax.custom_vjp
     def attend(q, k, v, tables):
@@ -195,250 +178,6 @@ def _first_derivatives_only(function: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return guarded
-
-
-def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, tables: PlanTables, static: _Static
-) -> tuple[jax.Array, jax.Array]:
-    """q (T, H, D), k (T, K, D), v (T, K, E) -> output (T, H, E), log-sum-exp (slots, B, G, 2) float32."""
-    spec, room = static.spec, static.spec.room
-    home = _home(q, k, v, tables, spec)
-    word = word_for(q.dtype)
-    block_rows, page_rows = pack([home.q, home.first], word), pack([home.k, home.v], word)
-    received = _nothing_received(block_rows, page_rows, spec)
-
-    slots = spec.home_blocks + (room.blocks if spec.ranks > 1 else 0)
-    out = jnp.zeros((slots, *home.q.shape[1:-1], v.shape[-1]), q.dtype)
-    lse = jnp.full((*out.shape[:-1], 2), -jnp.inf, jnp.float32)
-    returned = jnp.zeros((spec.home_blocks, pack([out[:1]], word).shape[1]), word)
-    for wave in range(spec.waves):
-        x = _exchange_of(wave, spec)
-        if x is not None and received is not None:
-            parts = _dispatch(x, tables, block_rows, page_rows, received, spec)
-            received = exchange(parts, transport=static.transport)
-        q_all, first_all = _join([home.q, home.first], received[0] if received else None)
-        k_all, v_all = _join([home.k, home.v], received[1] if received else None)
-        tiles = _tiles(tables, wave, first_all)
-        out, lse = tile_forward(
-            q_all, k_all, v_all, tiles, out, lse, options=static.options, implementation=static.implementation
-        )
-        if x is not None:
-            results = pack([out[spec.home_blocks :]], word)
-            (returned,) = exchange([_return_blocks(x, tables, results, returned, spec)], transport=static.transport)
-    if received is not None:
-        out = _take_back(out[: spec.home_blocks], returned, tables)
-    return _from_blocks(out, spec), lse
-
-
-def _backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    tables: PlanTables,
-    d_out: jax.Array,
-    static: _Static,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients dq (T, H, D), dk (T, K, D), dv (T, K, E) in the inputs' dtype."""
-    spec, room = static.spec, static.spec.room
-    home = _home(q, k, v, tables, spec)
-    d_out_home = _to_blocks(_zero_padding(d_out, tables), spec)
-    delta = _row_dots(d_out_home, _to_blocks(out, spec), tables)
-    block_parts = [home.q, home.first, d_out_home, delta]
-    word = word_for(q.dtype)
-    block_rows, page_rows = pack(block_parts, word), pack([home.k, home.v], word)
-    received = _nothing_received(block_rows, page_rows, spec)
-
-    page_slots = spec.home_blocks + (room.pages if spec.ranks > 1 else 0)
-    dq = jnp.zeros((lse.shape[0], *home.q.shape[1:]), q.dtype)
-    dk = jnp.zeros((page_slots, *home.k.shape[1:]), jnp.float32)
-    dv = jnp.zeros((page_slots, *home.v.shape[1:]), jnp.float32)
-    returned_blocks = jnp.zeros((spec.home_blocks, pack([home.q[:1]], word).shape[1]), word)
-    returned_pages = jnp.zeros((room.sent_pages, page_rows.shape[1]), word)
-    for wave in range(spec.waves):
-        x = _exchange_of(wave, spec)
-        if x is not None and received is not None:
-            parts = _dispatch(x, tables, block_rows, page_rows, received, spec)
-            received = exchange(parts, transport=static.transport)
-        q_all, first_all, d_out_all, delta_all = _join(block_parts, received[0] if received else None)
-        k_all, v_all = _join([home.k, home.v], received[1] if received else None)
-        tiles = _tiles(tables, wave, first_all)
-        dq, dk, dv = tile_backward(
-            q_all, k_all, v_all, d_out_all, lse, delta_all, tiles, dq, dk, dv,
-            options=static.options, implementation=static.implementation,
-        )  # fmt: skip
-        if x is not None:
-            blocks = pack([dq[spec.home_blocks :]], word)
-            pages = pack([d[spec.home_blocks :].astype(q.dtype) for d in (dk, dv)], word)
-            returned_blocks, returned_pages = exchange(
-                [
-                    _return_blocks(x, tables, blocks, returned_blocks, spec),
-                    Part(
-                        pages, tables.return_pages, tables.return_page_offsets[x], tables.returned_page_offsets[x],
-                        returned_pages, room.pair_pages,
-                    ),
-                ],
-                transport=static.transport,
-            )  # fmt: skip
-    if received is not None:
-        dq = _take_back(dq[: spec.home_blocks], returned_blocks, tables)
-        parts = unpack(returned_pages, [home.k, home.v])
-        dk, dv = _sum_at_home([dk[: spec.home_blocks], dv[: spec.home_blocks]], parts, tables)
-    return (
-        _from_blocks(dq, spec),
-        _from_pages(dk.astype(k.dtype), spec),
-        _from_pages(dv.astype(v.dtype), spec),
-    )
-
-
-class _Home(NamedTuple):
-    """A rank's tensors as home slots: q (H', B, G, D), k and v (H', B, D or E), first (H', B), H' home blocks."""
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    first: jax.Array
-
-
-def _home(q: jax.Array, k: jax.Array, v: jax.Array, tables: PlanTables, spec: PoolSpec) -> _Home:
-    first = tables.first_visible.reshape(1, spec.blocks_per_rank, spec.block)
-    first = jnp.broadcast_to(first, (spec.num_kv_heads, *first.shape[1:])).reshape(-1, spec.block)
-    q, k, v = (_zero_padding(x, tables) for x in (q, k, v))
-    return _Home(_to_blocks(q, spec), _to_pages(k, spec), _to_pages(v, spec), first)
-
-
-def _zero_padding(x: jax.Array, tables: PlanTables) -> jax.Array:
-    """(T, heads, width) with padding rows zeroed: pages are shared, and 0 * NaN would reach real rows."""
-    return jnp.where((tables.first_visible < PADDING)[:, None, None], x, 0)
-
-
-def _exchange_of(wave: int, spec: PoolSpec) -> int | None:
-    """The exchange that feeds a wave; None for the first of several waves, and in a pool of one rank."""
-    if spec.ranks == 1:
-        return None
-    x = wave - (spec.waves > 1)
-    return x if x >= 0 else None
-
-
-def _dispatch(
-    x: int,
-    tables: PlanTables,
-    block_rows: jax.Array,
-    page_rows: jax.Array,
-    received: Sequence[jax.Array],
-    spec: PoolSpec,
-) -> list[Part]:
-    """What exchange x brings to the executors: blocks and pages, added to what was received before."""
-    return [
-        Part(
-            block_rows, tables.send_blocks, tables.send_block_offsets[x], tables.recv_block_offsets[x],
-            received[0], spec.room.pair_blocks,
-        ),
-        Part(
-            page_rows, tables.send_pages, tables.send_page_offsets[x], tables.recv_page_offsets[x],
-            received[1], spec.room.pair_pages,
-        ),
-    ]  # fmt: skip
-
-
-def _return_blocks(x: int, tables: PlanTables, results: jax.Array, returned: jax.Array, spec: PoolSpec) -> Part:
-    """The way back of the blocks that exchange x brought: the dispatch's offsets, the other way round."""
-    return Part(
-        results, None, tables.recv_block_offsets[x], tables.send_block_offsets[x], returned, spec.room.pair_blocks
-    )
-
-
-def _nothing_received(block_rows: jax.Array, page_rows: jax.Array, spec: PoolSpec) -> list[jax.Array] | None:
-    """Room for received blocks and pages, as rows; None in a pool of one rank, which needs no slots but its own."""
-    if spec.ranks == 1:
-        return None
-    sizes = (spec.room.blocks, spec.room.pages)
-    return [jnp.zeros((n, rows.shape[1]), rows.dtype) for n, rows in zip(sizes, (block_rows, page_rows), strict=True)]
-
-
-def _join(home: Sequence[jax.Array], received: jax.Array | None) -> list[jax.Array]:
-    """Home arrays, each followed by what was received of its kind."""
-    if received is None:
-        return list(home)
-    return [jnp.concatenate([h, r]) for h, r in zip(home, unpack(received, home), strict=True)]
-
-
-def _row_dots(a: jax.Array, b: jax.Array, tables: PlanTables) -> jax.Array:
-    """Sums over the last axis of a * b in float32, for blocks (H', B, G, E) -> (H', B, G).
-
-    On CPUs one block after the other: the order in which XLA:CPU adds, and whether it fuses multiply and add, follows
-    from the shape, and must not depend on how many blocks a rank is home to (dq has the same bits on every mesh). The
-    number of turns is read from the tables, because a loop that is known to turn once is unrolled into its
-    surroundings. On GPUs a row is one warp's, whatever the number of rows, and thousands of turns would cost launches.
-    """
-    turns = tables.wave_offsets[0] + a.shape[0]  # the first offset is 0
-
-    def in_turn(a: jax.Array, b: jax.Array, turns: jax.Array) -> jax.Array:
-        def one_block(i: jax.Array, sums: jax.Array) -> jax.Array:
-            row_a, row_b = (lax.dynamic_index_in_dim(x, i, 0, keepdims=False).astype(jnp.float32) for x in (a, b))
-            return lax.dynamic_update_index_in_dim(sums, jnp.sum(row_a * row_b, axis=-1), i, 0)
-
-        return lax.fori_loop(0, turns, one_block, jnp.zeros(a.shape[:-1], jnp.float32))
-
-    def at_once(a: jax.Array, b: jax.Array, turns: jax.Array) -> jax.Array:
-        return jnp.sum(a.astype(jnp.float32) * b.astype(jnp.float32), axis=-1)
-
-    return lax.platform_dependent(a, b, turns, cpu=in_turn, default=at_once)
-
-
-def _tiles(tables: PlanTables, wave: int, first_visible: jax.Array) -> Tiles:
-    start, stop = tables.wave_offsets[wave], tables.wave_offsets[wave + 1]
-    return Tiles(tables.entries, tables.pages, first_visible, start, stop)
-
-
-def _take_back(home: jax.Array, returned: jax.Array, tables: PlanTables) -> jax.Array:
-    """Home results with those of the blocks that were executed elsewhere put in their slots."""
-    position = jnp.arange(home.shape[0], dtype=jnp.int32)
-    slot = jnp.where(position < tables.send_block_offsets[-1, -1], tables.send_blocks, home.shape[0])
-    (results,) = unpack(returned, [home])
-    return home.at[slot].set(results, mode="drop")
-
-
-def _sum_at_home(home: Sequence[jax.Array], returned: Sequence[jax.Array], tables: PlanTables) -> list[jax.Array]:
-    """Home partial gradients (float32) plus the returned ones of each page, one after the other in table order."""
-    if returned[0].shape[0] == 0:
-        return list(home)
-    start, count = tables.sum_offsets[:-1], jnp.diff(tables.sum_offsets)
-
-    def add_next(j: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
-        row = tables.sum_rows.at[start + j].get(mode="clip")
-        more = (j < count)[:, None, None]
-        return [
-            s + jnp.where(more, r.at[row].get(mode="clip").astype(s.dtype), 0)
-            for s, r in zip(sums, returned, strict=True)
-        ]
-
-    return lax.fori_loop(0, count.max(), add_next, list(home))
-
-
-def _to_blocks(x: jax.Array, spec: PoolSpec) -> jax.Array:
-    """(T, H, D) -> (K * blocks, B, G, D)"""
-    x = x.reshape(spec.blocks_per_rank, spec.block, spec.num_kv_heads, spec.group, -1)
-    return x.transpose(2, 0, 1, 3, 4).reshape(spec.home_blocks, spec.block, spec.group, -1)
-
-
-def _from_blocks(x: jax.Array, spec: PoolSpec) -> jax.Array:
-    """(K * blocks, B, G, D) -> (T, H, D)"""
-    x = x.reshape(spec.num_kv_heads, spec.blocks_per_rank, spec.block, spec.group, -1)
-    return x.transpose(1, 2, 0, 3, 4).reshape(spec.tokens_per_rank, spec.num_heads, -1)
-
-
-def _to_pages(x: jax.Array, spec: PoolSpec) -> jax.Array:
-    """(T, K, D) -> (K * blocks, B, D)"""
-    x = x.reshape(spec.blocks_per_rank, spec.block, spec.num_kv_heads, -1)
-    return x.transpose(2, 0, 1, 3).reshape(spec.home_blocks, spec.block, -1)
-
-
-def _from_pages(x: jax.Array, spec: PoolSpec) -> jax.Array:
-    """(K * blocks, B, D) -> (T, K, D)"""
-    x = x.reshape(spec.num_kv_heads, spec.blocks_per_rank, spec.block, -1)
-    return x.transpose(1, 2, 0, 3).reshape(spec.tokens_per_rank, spec.num_kv_heads, -1)
 
 
 def _positive(name: str, value: float) -> float:

@@ -1,4 +1,4 @@
-"""The `libra` command: `libra train CONFIG`, `libra inspect PATH`.
+"""The `libra` command: `libra train CONFIG`, `libra preflight CONFIG`, `libra inspect PATH`.
 
 Each command imports what it needs when it runs: help and `inspect` never wait for JAX. A mistake of the user's is
 answered by one message on stderr and exit status 2, a run that could not go on by status 1, Ctrl-C by 130.
@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from libra_jax.train.config import TrainConfig
@@ -88,6 +88,52 @@ def _without_steps(overrides: list[str]) -> list[str]:
     return kept
 
 
+def preflight(args: list[str]) -> int:
+    command = f"{program()} preflight"
+    if not args or args[0] in ("-h", "--help"):
+        print(_preflight_help())
+        return 0 if args else 2
+    name, rest = args[0], args[1:]
+    if name.startswith("-"):
+        raise UsageError(f"the config comes first: {command} CONFIG {shlex.join(args)}")
+    given, overrides = _preflight_options(rest, f"{command} {name}")
+    config = override(load_config(name), overrides, prog=f"{command} {name}")
+
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # read when JAX is first imported
+    from libra_jax.preflight import command as preflight_command
+
+    try:
+        options = preflight_command.PreflightOptions(**given)
+        return preflight_command.run(options, config, Path(name).stem, f"{command} {shlex.join(args)}")
+    except (ValueError, RuntimeError, OSError) as error:
+        return _complain(error, 2)
+
+
+def _preflight_options(args: list[str], prog: str) -> tuple[dict[str, Any], list[str]]:
+    """The options of `libra preflight` itself, and what else there is: overrides of the config."""
+    given: dict[str, Any] = {}
+    overrides = []
+    words = iter(args)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if word == "--json":
+            given["json"] = True
+        elif name in ("--target", "--topology", "--report"):
+            value = value if equals else next(words, None)
+            if not value or (not equals and value.startswith("--")):
+                raise UsageError(f"{name} needs a value; {prog} --help shows one")
+            given[name[2:]] = Path(value) if name == "--report" else value
+        elif word in ("-h", "--help") and not overrides:
+            print(_preflight_help())
+            raise SystemExit(0)
+        else:
+            overrides.append(word)
+    for name, example in (("target", "h100"), ("topology", "1x8x8")):
+        if name not in given:
+            raise UsageError(f"--{name} is missing: {prog} --{name} {example} ...")
+    return given, overrides
+
+
 def inspect(args: list[str]) -> int:
     import tyro
 
@@ -103,6 +149,7 @@ def inspect(args: list[str]) -> int:
 
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "train": ("train a model, or go on with a run that stopped", train),
+    "preflight": ("say what a training step will need on a cluster, without one", preflight),
     "inspect": ("show how skewed a corpus is, and what that costs", inspect),
 }
 
@@ -192,11 +239,34 @@ def _train_help() -> str:
         f"{program()} train CONFIG --help lists every field that can be overridden, its type and its value.",
         "Started again with the same run folder, a run goes on from its last checkpoint.",
     ]
+    return "\n".join([*lines, *_list_of_configs()])
+
+
+def _preflight_help() -> str:
+    lines = [
+        "usage: libra preflight CONFIG --target GPU --topology SLICESxHOSTSxGPUS [--json] [--report PATH]",
+        "                       [--FIELD VALUE ...]",
+        "",
+        "Compiles the whole training step for a cluster of GPUs on this machine, which needs none, and says whether it",
+        "fits, which exchanges run under which work, and what the kernels need.",
+        "",
+        "  --target    h100, h200 or b200",
+        "  --topology  slices x hosts in a slice x GPUs in a host, such as 1x8x8; as many GPUs as the config's mesh",
+        "  --json      print JSON instead of tables",
+        "  --report    also write PATH.md and PATH.json",
+        "  --FIELD     override a field of the config; libra train CONFIG --help lists them",
+        "",
+        "Exit status: 0 it fits, 1 it does not fit, 2 the question could not be answered.",
+    ]
+    return "\n".join([*lines, *_list_of_configs()])
+
+
+def _list_of_configs() -> list[str]:
     found = sorted(CONFIGS.glob("[!_]*.py"))
-    if found:
-        width = max(len(path.stem) for path in found)
-        lines += ["", "configs:"] + [f"  {path.stem:<{width}}  {_first_line(path)}" for path in found]
-    return "\n".join(lines)
+    if not found:
+        return []
+    width = max(len(path.stem) for path in found)
+    return ["", "configs:"] + [f"  {path.stem:<{width}}  {_first_line(path)}" for path in found]
 
 
 def _first_line(path: Path) -> str:

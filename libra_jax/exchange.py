@@ -1,18 +1,22 @@
-"""Moves rows between the ranks of a pool: one packed collective for everything that travels in one direction.
+"""Moves items between the ranks of a pool: one packed collective for everything that travels at one time.
 
 The collective runs over the mesh axes ("dp", "cp"), so its groups are pools and its cost does not depend on how many
-pools there are. Several kinds of items (blocks, pages) are flattened into rows of unsigned integers and share it.
-Floating point would not do: XLA may widen bfloat16 on the way and is free to change the bits of what is not a number.
+pools there are. Items leave from an outbox and land in an inbox, flat buffers of unsigned integers with a room for each
+kind of item (`Box`). Floating point would not do: XLA may widen bfloat16 on the way and is free to change the bits of
+what is not a number.
 
-A transport takes `packed (N, words)`, row d for rank d, and returns row s from rank s. Both transports here are padded
-to what a pair of ranks may send at most, and give the same bits.
+Transports, all with the same bits: "ragged" sends exact bytes straight to their places, GPUs' default; "all_to_all" and
+"ppermute" are padded to what a pair of ranks may send at most, and run everywhere.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,47 +25,125 @@ from jax import lax
 POOL_AXES = ("dp", "cp")
 
 
-class Part(NamedTuple):
-    """One kind of item in an exchange.
+class Kind(NamedTuple):
+    """One kind of item that travels: how many there is room for, and the arrays that make up one of them."""
 
-    rows: (M, words) unsigned integers, the items that this rank may send.
-    source: (L,) int32 rows in sending order, by destination; None: the rows as they stand.
-    send_offsets: (N + 1,) int32; source[send_offsets[d]:send_offsets[d + 1]] go to rank d.
-    recv_offsets: (N + 1,) int32; what rank s sends lands in rows recv_offsets[s] to recv_offsets[s + 1] of `into`.
-    into: (R, words), returned with those rows replaced.
+    room: int
+    like: tuple[jax.ShapeDtypeStruct, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Box:
+    """How the rooms of several kinds lie one after the other in a flat buffer (rows, unit) of unsigned integers.
+
+    A row is the largest run of words that divides every kind's items, so that offsets in rows can name any item.
+    """
+
+    kinds: tuple[Kind, ...]
+    word: jnp.dtype
+
+    @functools.cached_property
+    def words(self) -> tuple[int, ...]:
+        """Words of one item of each kind."""
+        return tuple(
+            sum(math.prod(array.shape) * array.dtype.itemsize for array in kind.like) // self.word.itemsize
+            for kind in self.kinds
+        )
+
+    @functools.cached_property
+    def unit(self) -> int:
+        """Words of a row."""
+        return math.gcd(*self.words)
+
+    @functools.cached_property
+    def starts(self) -> tuple[int, ...]:
+        """The row where each kind's room begins, and the end of the last."""
+        rows = (kind.room * self.rows(index) for index, kind in enumerate(self.kinds))
+        return tuple(itertools.accumulate(rows, initial=0))
+
+    def rows(self, kind: int) -> int:
+        """Rows of one item of a kind."""
+        return self.words[kind] // self.unit
+
+    def with_rooms(self, *rooms: int) -> Box:
+        """A box for the same kinds with other rooms; its rows have the same width."""
+        return Box(tuple(Kind(room, kind.like) for room, kind in zip(rooms, self.kinds, strict=True)), self.word)
+
+    def empty(self) -> jax.Array:
+        """A buffer that nothing has been written to: what it holds is not to be read."""
+        return lax.empty((self.starts[-1], self.unit), self.word)
+
+    def items(self, buffer: jax.Array, kind: int) -> jax.Array:
+        """A kind's room as (room, words)."""
+        rows = buffer[self.starts[kind] : self.starts[kind + 1]]
+        return rows.reshape(self.kinds[kind].room, self.words[kind])
+
+    def put(self, buffer: jax.Array, kind: int, items: jax.Array) -> jax.Array:
+        """The buffer with a kind's room replaced by items (room, words)."""
+        return lax.dynamic_update_slice_in_dim(buffer, items.reshape(-1, self.unit), self.starts[kind], 0)
+
+    def read(self, buffer: jax.Array, kind: int) -> list[jax.Array]:
+        """A kind's room as arrays (room, ...)."""
+        return unpack(self.items(buffer, kind), self.kinds[kind].like)
+
+    def pick(self, buffer: jax.Array, kind: int, index: jax.Array) -> list[jax.Array]:
+        """The items (M,) of a kind as arrays (M, ...), without a copy of the others."""
+        rows = self.rows(kind)
+        row = self.starts[kind] + index[:, None] * rows + jnp.arange(rows, dtype=index.dtype)[None, :]
+        return unpack(buffer.at[row].get(mode="clip").reshape(index.shape[0], -1), self.kinds[kind].like)
+
+    def write(self, buffer: jax.Array, kind: int, arrays: Sequence[jax.Array]) -> jax.Array:
+        """The buffer with a kind's room replaced by arrays (room, ...), cast to the kind's types."""
+        like = self.kinds[kind].like
+        cast = [array.astype(want.dtype) for array, want in zip(arrays, like, strict=True)]
+        return self.put(buffer, kind, pack(cast, self.word))
+
+    def write_all(self, buffer: jax.Array, kinds: Mapping[int, Sequence[jax.Array]]) -> jax.Array:
+        for kind, arrays in kinds.items():
+            buffer = self.write(buffer, kind, arrays)
+        return buffer
+
+
+class Part(NamedTuple):
+    """The items of one kind that one exchange moves.
+
+    kind: index into `Box.kinds`, of the outbox they leave and of the inbox they land in.
+    send_offsets: (N + 1,) int32; items send_offsets[d] to send_offsets[d + 1] of the outbox go to rank d.
+    recv_offsets: (N + 1,) int32; what rank s sends lands in places recv_offsets[s] to recv_offsets[s + 1] of the inbox.
+    landings: (N,) int32; the place in rank d's inbox where what this rank sends it begins.
     pair_room: the most items that any rank sends to any other.
     """
 
-    rows: jax.Array
-    source: jax.Array | None
+    kind: int
     send_offsets: jax.Array
     recv_offsets: jax.Array
-    into: jax.Array
+    landings: jax.Array
     pair_room: int
 
 
-def exchange(parts: Sequence[Part], *, transport: str) -> list[jax.Array]:
-    """Sends every part to the ranks its offsets name, in one collective; returns each part's `into`, filled.
+def exchange(
+    parts: Sequence[Part], outbox: jax.Array, inbox: jax.Array, leaving: Box, landing: Box, *, transport: str
+) -> jax.Array:
+    """Sends every part from `outbox`, laid out as `leaving`, to the ranks its offsets name, in one collective.
 
-    Runs inside shard_map over `POOL_AXES`. Every rank of the pool calls it with parts of the same shapes.
+    Returns `inbox`, laid out as `landing`, with what arrived. Runs inside shard_map over `POOL_AXES`; every rank of the
+    pool calls it with the same layouts. Not to be differentiated: ragged_all_to_all's transpose is wrong for slices of
+    size 0.
     """
-    live = [part for part in parts if part.pair_room and part.into.shape[0] and part.rows.shape[0]]
-    if not live:
-        return [part.into for part in parts]
-    packed = jnp.concatenate([_outgoing(part) for part in live], axis=1)
-    arrived = _TRANSPORTS[transport](packed)
-    filled, start = {}, 0
-    for part in live:
-        width = part.pair_room * part.rows.shape[1]
-        filled[id(part)] = _land(part, arrived[:, start : start + width])
-        start += width
-    return [filled.get(id(part), part.into) for part in parts]
+    return _TRANSPORTS[transport](parts, outbox, inbox, leaving, landing)
 
 
-def resolve_transport(transport: str | None) -> str:
-    """The transport that will run. Raises ValueError when the name is unknown."""
+def resolve_transport(transport: str | None, device: Any = None, ranks: int | None = None) -> str:
+    """The transport that will run; None: what suits the device (None: the default one) and the ranks of a pool.
+
+    Two ranks have nothing to gain from all_to_all, in which each also sends to itself: between processes (gloo) it
+    took three times as long.
+
+    Raises ValueError when the name is unknown.
+    """
     if transport is None:
-        return "all_to_all"
+        device = jax.devices()[0] if device is None else device
+        return "ragged" if device.platform == "gpu" else "ppermute" if ranks == 2 else "all_to_all"
     if not isinstance(transport, str) or transport not in _TRANSPORTS:
         raise ValueError(f"transport ({transport!r}) must be None or one of {sorted(_TRANSPORTS)}")
     return transport
@@ -73,13 +155,13 @@ def pack(arrays: Sequence[jax.Array], word: jnp.dtype) -> jax.Array:
     return jnp.concatenate([w.reshape(w.shape[0], math.prod(w.shape[1:])) for w in words], axis=1)
 
 
-def unpack(rows: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
-    """The arrays that `pack` put into rows: shaped and typed as `like`, but for the leading axis."""
+def unpack(rows: jax.Array, like: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    """The arrays that `pack` put into rows (M, words): (M, ...), each item shaped and typed as in `like`."""
     out, start = [], 0
     for array in like:
         per_word = array.dtype.itemsize // rows.dtype.itemsize
-        shape = (rows.shape[0], *array.shape[1:]) + ((per_word,) if per_word > 1 else ())
-        width = array[0].size * per_word
+        shape = (rows.shape[0], *array.shape) + ((per_word,) if per_word > 1 else ())
+        width = math.prod(array.shape) * per_word
         out.append(lax.bitcast_convert_type(rows[:, start : start + width].reshape(shape), array.dtype))
         start += width
     return out
@@ -90,25 +172,69 @@ def word_for(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype({2: jnp.uint16, 4: jnp.uint32}[jnp.dtype(dtype).itemsize])
 
 
-def _outgoing(part: Part) -> jax.Array:
-    """(N, pair_room * words): the rows for each rank, followed by whatever comes next, which nobody reads."""
-    place = part.send_offsets[:-1, None] + jnp.arange(part.pair_room, dtype=jnp.int32)[None, :]
-    if part.source is not None:
-        place = part.source.at[place].get(mode="clip")
-    rows = part.rows.at[place].get(mode="clip")
-    return rows.reshape(rows.shape[0], -1)
+def _ragged(parts: Sequence[Part], outbox: jax.Array, inbox: jax.Array, leaving: Box, landing: Box) -> jax.Array:
+    """Every pair of ranks has one slice for each part; a pair's slices stand side by side in the tables."""
+    slices = []
+    for part in parts:
+        rows = leaving.rows(part.kind)
+        slices.append((
+            part.send_offsets[:-1] * rows + leaving.starts[part.kind],
+            jnp.diff(part.send_offsets) * rows,
+            part.landings * rows + landing.starts[part.kind],
+            jnp.diff(part.recv_offsets) * rows,
+        ))  # fmt: skip
+    tables = (jnp.stack(column, axis=1).reshape(-1) for column in zip(*slices, strict=True))
+    return lax.ragged_all_to_all(outbox, inbox, *tables, axis_name=POOL_AXES)
 
 
-def _land(part: Part, arrived: jax.Array) -> jax.Array:
-    """`into` with what every rank sent written to its place; `arrived` is (N, pair_room * words)."""
+def _padded(
+    parts: Sequence[Part],
+    outbox: jax.Array,
+    inbox: jax.Array,
+    leaving: Box,
+    landing: Box,
+    *,
+    swap: Callable[[jax.Array], jax.Array],
+    in_rounds: bool,
+) -> jax.Array:
+    """swap: what leaves (M, words) to what arrives (M, words). A row has room for `pair_room` items of every part.
+
+    Rows are ranks, M = N. in_rounds: M = N - 1, row j is for the j-th rank after the next, and comes from the j-th
+    before the last.
+    """
+    ranks = jnp.arange(parts[0].landings.shape[0], dtype=jnp.int32)
+    to_rank = row_from = ranks
+    if in_rounds:
+        n, me = ranks.shape[0], lax.axis_index(POOL_AXES)
+        to_rank = (me + 1 + ranks[:-1]) % n
+        row_from = (me - 1 - ranks) % n  # for the rank itself there is no such row, and nothing to read
+    packed = jnp.concatenate([_outgoing(part, leaving.items(outbox, part.kind), to_rank) for part in parts], axis=1)
+    arrived, start = swap(packed), 0
+    for part in parts:
+        width = part.pair_room * landing.words[part.kind]
+        room = _land(part, arrived[:, start : start + width], landing.items(inbox, part.kind), row_from)
+        inbox = landing.put(inbox, part.kind, room)
+        start += width
+    return inbox
+
+
+def _outgoing(part: Part, items: jax.Array, to_rank: jax.Array) -> jax.Array:
+    """(M, pair_room * words): the items for each of some ranks, followed by what comes next, which nobody reads."""
+    place = part.send_offsets[to_rank][:, None] + jnp.arange(part.pair_room, dtype=jnp.int32)[None, :]
+    return items.at[place].get(mode="clip").reshape(place.shape[0], -1)
+
+
+def _land(part: Part, arrived: jax.Array, room: jax.Array, row_from: jax.Array) -> jax.Array:
+    """The room (places, words) with what every rank sent written to its place. arrived: (M, pair_room * words), what
+    rank s sent in row row_from[s]."""
     offsets = part.recv_offsets
-    row = jnp.arange(part.into.shape[0], dtype=jnp.int32)
-    sender = jnp.searchsorted(offsets, row, side="right").astype(jnp.int32) - 1
+    place = jnp.arange(room.shape[0], dtype=jnp.int32)
+    sender = jnp.searchsorted(offsets, place, side="right").astype(jnp.int32) - 1
     sender = jnp.clip(sender, 0, offsets.shape[0] - 2)
-    items = arrived.reshape(-1, part.into.shape[1])
-    received = items.at[sender * part.pair_room + row - offsets[sender]].get(mode="clip")
-    mine = (row >= offsets[0]) & (row < offsets[-1])
-    return jnp.where(mine[:, None], received, part.into)
+    items = arrived.reshape(-1, room.shape[1])
+    received = items.at[row_from[sender] * part.pair_room + place - offsets[sender]].get(mode="clip")
+    mine = (place >= offsets[0]) & (place < offsets[-1])
+    return jnp.where(mine[:, None], received, room)
 
 
 def _all_to_all(packed: jax.Array) -> jax.Array:
@@ -116,14 +242,16 @@ def _all_to_all(packed: jax.Array) -> jax.Array:
 
 
 def _ppermute(packed: jax.Array) -> jax.Array:
-    """N - 1 rounds; in round k every rank sends to the k-th after it and hears from the k-th before it."""
-    n, me = packed.shape[0], lax.axis_index(POOL_AXES)
-    arrived = jnp.zeros_like(packed)
-    for k in range(1, n):
-        outgoing = lax.dynamic_index_in_dim(packed, (me + k) % n, 0)
-        incoming = lax.ppermute(outgoing, POOL_AXES, [(rank, (rank + k) % n) for rank in range(n)])
-        arrived = lax.dynamic_update_slice_in_dim(arrived, incoming, (me - k) % n, 0)
-    return arrived
+    """N - 1 rounds; in round j every rank sends to the j-th after it and hears from the j-th before it."""
+    n = packed.shape[0] + 1
+    rounds = [
+        lax.ppermute(packed[j - 1 : j], POOL_AXES, [(rank, (rank + j) % n) for rank in range(n)]) for j in range(1, n)
+    ]
+    return jnp.concatenate(rounds)
 
 
-_TRANSPORTS: dict[str, Callable[[jax.Array], jax.Array]] = {"all_to_all": _all_to_all, "ppermute": _ppermute}
+_TRANSPORTS: dict[str, Callable[..., jax.Array]] = {
+    "ragged": _ragged,
+    "all_to_all": functools.partial(_padded, swap=_all_to_all, in_rounds=False),
+    "ppermute": functools.partial(_padded, swap=_ppermute, in_rounds=True),
+}

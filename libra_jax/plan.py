@@ -137,6 +137,8 @@ def check_batch(plans: PlanTables, segment_ids: np.ndarray, padding_id: int = 0)
         raise TypeError(f"check_batch takes what stack_plans returns, got {type(plans).__name__}")
     spec = plans.spec
     segment_ids = np.asarray(segment_ids)
+    if not getattr(plans.first_visible, "is_fully_addressable", True):
+        raise ValueError("check_batch needs plans as stack_plans returns them, these are spread over several processes")
     planned = np.asarray(plans.first_visible).reshape(-1, spec.seq_len)
     if segment_ids.shape != planned.shape:
         raise ValueError(f"the batch holds segment ids {segment_ids.shape}, the plans are for {planned.shape}")

@@ -111,9 +111,10 @@ def rank_work(executor: np.ndarray, num_pages: np.ndarray, spec: PoolSpec) -> np
 def assign_waves(executor: np.ndarray, work: PoolWork) -> np.ndarray:
     """(P, K, nb) int: the wave that executes each unit.
 
-    With one wave everything waits for the exchange. With more, wave 0 is what needs none, and the rest of a rank's
-    units follow in (lane, block) order, cut by work into shares that double from wave to wave: wave 0 can be small,
-    so the exchange that it hides has to be small too.
+    With one wave everything waits for the exchange. With two, wave 0 is what needs none. With more, ranks keep step:
+    an exchange is over when the last rank has come to it, so a wave ends at the same fraction of its work on every
+    rank (`wave_ends`). A rank works first on what needs no exchange, in wave 0 and on into later ones if there is more
+    of it, then on blocks from elsewhere, and last on blocks of its own, whose outputs have no way home to go.
     """
     spec = work.spec
     if spec.waves == 1:
@@ -121,17 +122,28 @@ def assign_waves(executor: np.ndarray, work: PoolWork) -> np.ndarray:
     local = work.local(executor)
     if spec.waves == 2:
         return np.where(local, 0, 1).astype(np.int32).reshape(executor.shape)
-    rest = np.flatnonzero(~local)
-    rest = rest[stable_order(executor.reshape(-1)[rest])]
-    pages = work.lanes(work.num_pages)[rest].astype(np.int64)
-    rank = executor.reshape(-1)[rest]
-    total = np.bincount(rank, pages, minlength=spec.ranks)
-    before = np.cumsum(pages) - pages - (np.cumsum(total) - total)[rank]
-    share = (before + 0.5 * pages) / total[rank]
-    ends = np.cumsum(2.0 ** np.arange(spec.exchanges))
-    wave = np.zeros(executor.size, np.int32)
-    wave[rest] = 1 + np.searchsorted(ends[:-1] / ends[-1], share, side="right")
+    ranks, pages = executor.reshape(-1), work.lanes(work.num_pages)
+    turn = np.where(local, 0, np.where(ranks != work.home(), 1, 2))
+    order = stable_order(ranks * 3 + turn)
+    ranks, pages = ranks[order], pages[order].astype(np.int64)
+    total = np.bincount(ranks, pages, minlength=spec.ranks)
+    before = np.cumsum(pages) - pages - (np.cumsum(total) - total)[ranks]
+    part = (before + 0.5 * pages) / np.maximum(total, 1)[ranks]
+    chosen = np.searchsorted(wave_ends(spec.waves)[:-1], part, side="right")
+    chosen = np.where(local[order], chosen, np.maximum(chosen, 1))
+    wave = np.empty(executor.size, np.int32)
+    wave[order] = np.where(pages > 0, chosen, 0)
     return wave.reshape(executor.shape)
+
+
+def wave_ends(waves: int) -> np.ndarray:
+    """(W,) the fraction of a rank's work that is done when each wave ends.
+
+    Sizes rise by one to the middle and fall again: the first exchange is small, because there may be little to do
+    under it, and so is the last return, which has nothing to go under (docs/log.md: what other sizes cost).
+    """
+    size = np.minimum(np.arange(waves) + 1, waves - np.arange(waves))
+    return np.cumsum(size) / size.sum()
 
 
 def route(executor: np.ndarray, wave: np.ndarray, work: PoolWork) -> Routing:
@@ -145,10 +157,10 @@ def route(executor: np.ndarray, wave: np.ndarray, work: PoolWork) -> Routing:
     # from the first it may see up to its own, and the first never falls from one block to the next.
     nb = spec.blocks_per_sequence
     active = work.lanes(work.num_pages) > 0
-    # A wave reads a page by one row of the page table (`libra_kernels.Tiles`). With waves of their own, local runs read
-    # the home pages at its head; otherwise they share the rows of the runs that are not local.
+    # A wave reads a page by one row of the page table (`libra_kernels.Tiles`). In wave 0, where nothing else runs,
+    # local runs read the home pages at its head; in other waves they share the rows of the runs that are not local.
     own_rows = spec.waves > 1 or spec.ranks == 1
-    local = work.local(executor) if own_rows else np.zeros(ex.size, bool)
+    local = work.local(executor) & (wave.reshape(-1) == 0) if own_rows else np.zeros(ex.size, bool)
     starts = np.ones(ex.size, bool)
     starts[1:] = (ex[1:] != ex[:-1]) | (exchange[1:] != exchange[:-1]) | (local[1:] != local[:-1])
     starts[1:] |= active[1:] != active[:-1]

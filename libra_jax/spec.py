@@ -59,8 +59,8 @@ class PoolSpec:
     block: tokens in a block and in a page; what the kernel works on at once.
     v_head_dim: width of values; None: bytes are counted as if values were as wide as keys, and the operator takes the
         width from v itself.
-    waves: kernel launches a pass of attention is cut into. 1: all work after one exchange. W > 1: wave 0 is the work
-        that needs no exchange, and each of the W - 1 exchanges feeds one later wave.
+    waves: kernel launches a pass of attention is cut into. 1: all work after one exchange. W > 1: wave 0 is work that
+        needs no exchange, and each of the W - 1 exchanges feeds one later wave and runs under the wave before it.
     capacity: room for received blocks and pages. None chooses what balances real corpora (benchmarks/planner.py). A
         number gives every kind that many times the home blocks, or what the head-parallel plan needs if that is more,
         so 0 is as little as possible. A `Capacity` sets each by itself, and is refused where it is less than that.

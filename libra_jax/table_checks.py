@@ -37,6 +37,7 @@ def check_tables(tables: PlanTables) -> None:
                 f"the plan is damaged: {name} at {tuple(map(int, where))} is {found}, it must lie in {low} to {high}"
             )
     _check_slots_once(tables, spec)
+    _check_ranks_agree(tables, spec)
 
 
 def _ranges(tables: PlanTables, spec: PoolSpec) -> Iterator[tuple[str, np.ndarray, int, int]]:
@@ -72,6 +73,13 @@ def _ranges(tables: PlanTables, spec: PoolSpec) -> Iterator[tuple[str, np.ndarra
         offsets = getattr(tables, name)
         yield name, offsets, 0, size
         yield f"the steps of {name}", np.diff(offsets, axis=-1), 0, size
+    for name, size in (
+        ("block_landings", room.blocks),
+        ("page_landings", room.pages),
+        ("result_landings", home),
+        ("gradient_landings", room.sent_pages),
+    ):
+        yield name, getattr(tables, name), 0, size
 
 
 def _check_slots_once(tables: PlanTables, spec: PoolSpec) -> None:
@@ -88,3 +96,30 @@ def _check_slots_once(tables: PlanTables, spec: PoolSpec) -> None:
         raise ValueError(
             f"the plan is damaged: rank {rank} executes query slot {slot} {int(times.max())} times, it must be once"
         )
+
+
+def _check_ranks_agree(tables: PlanTables, spec: PoolSpec) -> None:
+    """Every rank sends as much as the other expects, to where it expects it. A collective of unequal sizes hangs."""
+    for sent, received, landing in (
+        ("send_block_offsets", "recv_block_offsets", "block_landings"),
+        ("recv_block_offsets", "send_block_offsets", "result_landings"),
+        ("send_page_offsets", "recv_page_offsets", "page_landings"),
+        ("return_page_offsets", "returned_page_offsets", "gradient_landings"),
+    ):
+        # (pools, from, X, to) and (pools, to, X, from)
+        here, there = (
+            getattr(tables, name).reshape(-1, spec.ranks, spec.exchanges, spec.ranks + 1) for name in (sent, received)
+        )
+        landings = getattr(tables, landing).reshape(-1, spec.ranks, spec.exchanges, spec.ranks)
+        for name, mine, theirs in (
+            (f"the steps of {sent}", np.diff(here, axis=-1), np.diff(there, axis=-1)),
+            (landing, landings, there[..., :-1]),
+        ):
+            differ = np.argwhere(mine != theirs.swapaxes(1, 3))
+            if differ.size:
+                pool, rank, x, to = (int(i) for i in differ[0])
+                raise ValueError(
+                    f"the plan is damaged: {name} of rank {rank} in pool {pool}, exchange {x}, to rank {to} is "
+                    f"{int(mine[pool, rank, x, to])}, but {received} of rank {to} say "
+                    f"{int(theirs[pool, to, x, rank])}"
+                )

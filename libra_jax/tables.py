@@ -42,6 +42,10 @@ class PlanTables:
     send_pages: (SP,), send_page_offsets, recv_page_offsets: the same for pages.
     return_pages: (RP,) received pages in the order in which their gradients go home, each in the exchange of the last
         wave that uses it; return_page_offsets: (X, N + 1); returned_page_offsets: (X, N + 1) where they land at home.
+    block_landings, page_landings: (X, N) where in rank d's room lands what this rank dispatches to it, that is the
+        entry for this rank of d's recv_block_offsets and recv_page_offsets. result_landings, gradient_landings: (X, N)
+        the same for what goes home, at d's send_block_offsets and returned_page_offsets. Only the ragged transport
+        needs them: there the sender says where its rows land.
     sum_offsets: (H + 1,), sum_rows: (SP,): for each home page the returned rows to add to it, in ascending order.
     """
 
@@ -59,6 +63,10 @@ class PlanTables:
     return_pages: Table
     return_page_offsets: Table
     returned_page_offsets: Table
+    block_landings: Table
+    page_landings: Table
+    result_landings: Table
+    gradient_landings: Table
     sum_offsets: Table
     sum_rows: Table
 
@@ -117,6 +125,10 @@ def table_shapes(spec: PoolSpec) -> dict[str, tuple[int, ...]]:
         "return_pages": (room.pages,),
         "return_page_offsets": offsets,
         "returned_page_offsets": offsets,
+        "block_landings": (x, n),
+        "page_landings": (x, n),
+        "result_landings": (x, n),
+        "gradient_landings": (x, n),
         "sum_offsets": (home + 1,),
         "sum_rows": (room.sent_pages,),
     }
@@ -187,6 +199,10 @@ def build_tables(executor: np.ndarray, wave: np.ndarray, routing: Routing, work:
         return_pages=_rows(pages.return_rows, room.pages),
         return_page_offsets=pages.return_offsets,
         returned_page_offsets=pages.returned_offsets,
+        block_landings=_landings(blocks.recv_offsets),
+        page_landings=_landings(pages.recv_offsets),
+        result_landings=_landings(blocks.returned_offsets),
+        gradient_landings=_landings(pages.returned_offsets),
         sum_offsets=_offsets(copies.reshape(n, home_blocks)),
         sum_rows=sum_rows,
     )
@@ -238,6 +254,11 @@ def _transport(items: Routes, spec: PoolSpec, home_slot: np.ndarray) -> _Transpo
         return_offsets=return_offsets,
         returned_offsets=returned_offsets,
     )
+
+
+def _landings(offsets: np.ndarray) -> np.ndarray:
+    """(N receivers, X, N + 1 senders) offsets of the receivers -> (N senders, X, N receivers): each sender's own."""
+    return np.ascontiguousarray(offsets[:, :, :-1].transpose(2, 1, 0))
 
 
 def _rows(triples: tuple[np.ndarray, np.ndarray, np.ndarray, int], size: int) -> np.ndarray:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import ragged_on_cpu
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 import libra_jax
@@ -19,6 +20,8 @@ from libra_jax import assignments, planner
 from libra_jax.attention import PLAN_SPEC, SEQUENCE_SPEC
 from libra_jax.plan import PlanTables
 from libra_jax.spec import PoolSpec
+
+ragged_on_cpu.install()
 
 Lengths = Sequence[Sequence[int]]
 

@@ -2,9 +2,10 @@
 it is hidden in a function. The layers, each seeing only those before it:
 
     spec, workload, placement, assignments, planner,
-    routing, tables, table_checks, plan                             host side: NumPy only, never jax
-    targets, exchange, attention, layers                            device side
-    data (host side only), models, train, cli
+    routing, tables, table_checks, memory, plan                     host side: NumPy only, never jax
+    hlo, schedule                                                   text of compiled programs: nothing but Python
+    targets, processes, exchange, waves, attention, layers          device side
+    data (host side only), models, train, preflight, cli
 
 `libra_kernels` stands alone on jax. Nothing that ships imports benchmarks, tests or configs.
 """
@@ -22,24 +23,41 @@ import pytest
 import libra_jax
 
 ROOT = Path(__file__).parent.parent
-HOST = ["spec", "workload", "placement", "assignments", "planner", "routing", "tables", "table_checks", "plan"]
-DEVICE = ["targets", "exchange", "attention", "layers"]
+HOST = [
+    "spec",
+    "workload",
+    "placement",
+    "assignments",
+    "planner",
+    "routing",
+    "tables",
+    "table_checks",
+    "memory",
+    "plan",
+]
+TEXT = ["hlo", "schedule"]
+DEVICE = ["targets", "processes", "exchange", "waves", "attention", "layers"]
 
 # layer: (layers of libra_jax that it may import beside itself, what it may import from outside beside the standard
 # library). A module of a layer that is not listed here fails the first test: give it a place.
 LAYERS: dict[str, tuple[list[str], set[str]]] = {
     **{name: (HOST[:i], {"numpy"}) for i, name in enumerate(HOST)},
-    **{name: (HOST + DEVICE[:i], {"numpy", "jax", "jaxtyping", "libra_kernels"}) for i, name in enumerate(DEVICE)},
+    **{
+        name: (HOST + TEXT + DEVICE[:i], {"numpy", "jax", "jaxtyping", "libra_kernels"})
+        for i, name in enumerate(DEVICE)
+    },
+    **{name: (TEXT[:i], set()) for i, name in enumerate(TEXT)},
     "data": (HOST, {"numpy", "grain"}),
     "plots": ([], {"numpy", "matplotlib"}),
     "inspect_corpus": ([*HOST, "data", "plots"], {"numpy", "rich"}),
     "models": (HOST + DEVICE, {"numpy", "jax", "jaxtyping", "flax", "libra_kernels"}),
     "train": (
-        [*HOST, *DEVICE, "data", "plots", "models"],
+        [*HOST, *TEXT, *DEVICE, "data", "plots", "models"],
         {"numpy", "jax", "jaxtyping", "flax", "optax", "orbax", "grain", "rich"},
     ),
+    "preflight": ([*HOST, *TEXT, *DEVICE, "models", "train"], {"numpy", "jax", "rich"}),
     "cli": (
-        [*HOST, *DEVICE, "data", "plots", "inspect_corpus", "models", "train"],
+        [*HOST, *TEXT, *DEVICE, "data", "plots", "inspect_corpus", "models", "train", "preflight"],
         {"rich", "tyro"},
     ),
 }

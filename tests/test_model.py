@@ -12,7 +12,8 @@ import pytest
 from flax import nnx
 from train_base import TINY, Packed, pack, qwen3_logits, tiny_spec
 
-from libra_jax.models.qwen3 import Qwen3, Qwen3Config, cross_entropy_sum
+from libra_jax.models.qwen3 import Qwen3, Qwen3Config
+from libra_jax.models.vocabulary import cross_entropy_sum
 from libra_jax.spec import PoolSpec
 from libra_jax.train.config import MeshConfig
 from libra_jax.train.mesh import make_mesh

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from libra_jax import planner
 from libra_jax.plan import Plan, check_batch, plan_pool, stack_plans
+from libra_jax.routing import wave_ends
 from libra_jax.spec import Capacity, PoolSpec, head_parallel_capacity
 from libra_jax.tables import PlanTables
-from libra_jax.workload import PADDING
+from libra_jax.workload import PADDING, block_pages
 
 
 @st.composite
@@ -358,7 +359,7 @@ plans = libra_jax.stack_plans([libra_jax.plan_pool([[16]], spec)])
 assert "jax" not in sys.modules
 import jax
 libra_jax.libra_attention
-assert len(jax.tree.leaves(plans)) == 15
+assert len(jax.tree.leaves(plans)) == 19
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
@@ -381,7 +382,7 @@ import jax
 done.set()
 for thread in threads: thread.join()
 assert not errors, errors
-assert len(jax.tree.leaves(libra_jax.stack_plans([plan]))) == 15
+assert len(jax.tree.leaves(libra_jax.stack_plans([plan]))) == 19
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
@@ -391,7 +392,7 @@ def test_unpickled_tables_are_pytrees_where_jax_is():
     program = """
 import pickle, sys, jax
 plans = pickle.load(sys.stdin.buffer)
-assert len(jax.tree.leaves(plans)) == 15 and "libra_jax.attention" not in sys.modules
+assert len(jax.tree.leaves(plans)) == 19 and "libra_jax.attention" not in sys.modules
 """
     plans = pickle.dumps(stack_plans([plan_pool([[16]], spec)]))
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120, input=plans)
@@ -439,3 +440,24 @@ def test_numbers_and_types_of_numpy_are_taken():
     )  # fmt: skip
     assert numpy == dataclasses.replace(plain, dtype="float32", window=16)
     assert hash(numpy) == hash(dataclasses.replace(plain, dtype=np.float32, window=99))
+
+
+@pytest.mark.parametrize("waves", [3, 4, 7])
+def test_ranks_keep_step_through_the_waves(waves: int) -> None:
+    """A wave ends at the same fraction of every rank's work, to within a block, and wave 0 needs no exchange."""
+    spec = PoolSpec(
+        seq_len=4096, pool_size=3, cp=2, num_heads=8, num_kv_heads=4, head_dim=8, block=32, waves=waves, capacity=16
+    )
+    rng = np.random.default_rng(waves)
+    lengths = [[4096], rng.multinomial(4096, np.ones(20) / 20).tolist(), [40] * 100]
+    plan = plan_pool(lengths, spec)
+    assert plan.stats.fallback is None
+    pages = np.stack([block_pages(sequence, spec).num_pages for sequence in lengths])[:, None]
+    work = np.zeros((spec.ranks, waves))
+    np.add.at(work, (plan.executor, plan.wave), np.broadcast_to(pages, plan.executor.shape))
+    done = np.cumsum(work, axis=1) / work.sum(axis=1, keepdims=True)
+    block = pages.max() / work.sum(axis=1).min()
+    np.testing.assert_allclose(done[:, 1:], np.broadcast_to(wave_ends(waves)[1:], done[:, 1:].shape), atol=block)
+    assert (done[:, 0] <= wave_ends(waves)[0] + block).all()
+    arrived = np.diff(plan.tables.recv_block_offsets, axis=-1).sum(axis=-1).reshape(spec.ranks, -1)
+    assert arrived[:, -1].sum() < arrived.sum() / (waves - 1)  # few outputs are left to go home at the end

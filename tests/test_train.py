@@ -26,7 +26,7 @@ from rich.console import Console
 from train_base import TINY, Packed, pack, tiny_spec
 
 from libra_jax.data import VOCAB_SIZE, DataConfig, open_batches
-from libra_jax.models.qwen3 import cross_entropy_sum
+from libra_jax.models.vocabulary import cross_entropy_sum
 from libra_jax.train.checkpoint import Checkpoints
 from libra_jax.train.config import AttentionConfig, CheckpointConfig, MeshConfig, OptimizerConfig, TrainConfig
 from libra_jax.train.loop import RunStopped, hold_folder, train

@@ -52,7 +52,9 @@ def tile_forward(
     """Attention of the entries `tiles.start` to `tiles.stop`, each finished on its own, page by page, ascending.
 
     q: (Q, B, G, D); k: (K, B, D); v: (K, B, E), all of one dtype; accumulation is float32.
-    out: (Q, B, G, E) in q's dtype, and lse: (Q, B, G, 2) float32, are returned with the executed slots replaced. lse
+    out: (Q, B, G, E) in q's dtype, and lse: (Q, B, G, 2) float32, are returned with the executed slots replaced. They
+    may have more slots than q (and in `tile_backward` dk and dv more than k and v). Slots of q, k and v that the
+    entries do not name are not read: they may hold anything. lse
     is the log-sum-exp in two parts that add up to it, the row's largest logit and the rest (0 to the logarithm of
     the number of keys): one float32 number would leave weights of 1e-3 relative error where logits are in the tens of
     thousands. A row that sees nothing has output 0 and log-sum-exp -inf. Other slots keep what they held.

@@ -76,7 +76,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.tile_forward`."""
     entry_out, entry_lse = _dense(q, k, v, tiles, options)
-    target = jnp.where(_active(tiles), tiles.entries[:, Q_SLOT], q.shape[0])
+    target = jnp.where(_active(tiles), tiles.entries[:, Q_SLOT], out.shape[0])
     out = out.at[target].set(entry_out.astype(out.dtype), mode="drop")
     return out, lse.at[target].set(entry_lse, mode="drop")
 
@@ -102,8 +102,13 @@ def backward(
     entry_d_out = jnp.where(active[:, None, None, None], d_out[slots], 0).astype(_f32)
     q_part, k_part, v_part = pull(entry_d_out)
     executed = jnp.zeros((q.shape[0],), bool).at[jnp.where(active, slots, q.shape[0])].set(True, mode="drop")
-    dq = jnp.where(executed[:, None, None, None], q_part.astype(dq.dtype), dq)
-    return dq, dk + k_part, dv + v_part
+    dq = jnp.where(_longer(executed, dq)[:, None, None, None], _longer(q_part.astype(dq.dtype), dq), dq)
+    return dq, dk + _longer(k_part, dk), dv + _longer(v_part, dv)
+
+
+def _longer(part: jax.Array, whole: jax.Array) -> jax.Array:
+    """With zeros for the slots that results have beyond those that were read."""
+    return jnp.pad(part, [(0, whole.shape[0] - part.shape[0]), *[(0, 0)] * (part.ndim - 1)])
 
 
 def _active(tiles: Tiles) -> jax.Array:
@@ -127,7 +132,10 @@ def _dense(q: jax.Array, k: jax.Array, v: jax.Array, tiles: Tiles, options: Tile
     key, first, query = key[:, None], first[:, :, None, None], query[:, :, None, None]
     visible = (key >= first) & (key <= query)
     visible &= (page_number >= 0)[:, None, :, None]
-    q_entries = q[entries[:, Q_SLOT]].astype(_f32)
+    # What is not visited may hold anything, and 0 * NaN is NaN.
+    visited = (page_number >= 0).any(axis=0)[:, None, None]
+    k, v = jnp.where(visited, k, 0), jnp.where(visited, v, 0)
+    q_entries = jnp.where(_active(tiles)[:, None, None, None], q[entries[:, Q_SLOT]], 0).astype(_f32)
     logits = jnp.einsum("xigd,kjd->xgikj", q_entries, k.astype(_f32), precision=_highest) * options.scale
     shape = logits.shape
     logits = cap_logits(logits, options).reshape(*shape[:3], -1)

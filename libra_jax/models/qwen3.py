@@ -1,9 +1,10 @@
 """Qwen3, the dense decoder, over packed sequences with pooled attention.
 
-Takes token ids and per-document positions of packed sequences, gives logits; attention is `LibraAttention`,
-run inside the scanned layer with the plan of the batch. As published (Qwen3 technical report, arXiv 2505.09388, and
-the reference implementation in Hugging Face transformers): RMSNorm before attention and before the MLP, grouped-query
-attention with an RMSNorm on every query and key head, rotary positions, SwiGLU, no biases, embeddings tied or not.
+Takes token ids and per-document positions of packed sequences, gives logits or the loss; attention is
+`LibraAttention`, run inside the scanned layer with the plan of the batch. As published (Qwen3 technical report, arXiv
+2505.09388, and the reference implementation in Hugging Face transformers): RMSNorm before attention and before the MLP,
+grouped-query attention with an RMSNorm on every query and key head, rotary positions, SwiGLU, no biases, embeddings
+tied or not.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
 from libra_jax.attention import LSE_NAME, OUT_NAME, SEQUENCE_SPEC
 from libra_jax.layers import LibraAttention, RMSNorm
+from libra_jax.models.fsdp import gather
+from libra_jax.models.vocabulary import chunked_cross_entropy_sum, look_up
 from libra_jax.plan import PlanTables
 from libra_jax.spec import PoolSpec
 
@@ -53,6 +56,8 @@ class Qwen3Config:
     """Activations and matrix products; parameters, norms, softmax and loss stay float32."""
     remat: Literal["none", "full", "attention", "dots"] = "attention"
     """Kept by a layer for the backward pass: its input; with attention or dots, their results too; or all (none)."""
+    loss_chunk: int = dataclasses.field(default=2048, metadata={"may_change": True})
+    """Tokens of a rank whose logits are held at once."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -72,6 +77,11 @@ class Qwen3Config:
         tables = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
         return self.num_layers * layer + tables + self.hidden_size
 
+
+QWEN3_8B = Qwen3Config(
+    vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_layers=36, num_heads=32, num_kv_heads=8
+)
+"""Qwen3-8B as published: 8.19 billion parameters, embeddings not tied."""
 
 _REMAT = {
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -152,35 +162,40 @@ class Qwen3(nnx.Module):
 
         positions: of each token in its own document. plans: of these sequences, leading axes (pools, dp, cp).
         """
+        x = self.hidden(tokens, positions, plans)
+        table = gather(self._output_table, self.mesh, x.dtype).astype(x.dtype)
+        return jnp.einsum("std,vd->stv", x, table, preferred_element_type=jnp.float32)
+
+    def loss_sum(
+        self,
+        tokens: Int[Array, "sequences seq_len"],
+        targets: Int[Array, "sequences seq_len"],
+        positions: Int[Array, "sequences seq_len"],
+        plans: PlanTables,
+    ) -> tuple[Float[Array, ""], Int[Array, ""]]:
+        """Sum of the losses of all tokens with a target (-1: none), and their number; see `cross_entropy_sum`."""
+        x = self.hidden(tokens, positions, plans)
+        return chunked_cross_entropy_sum(x, self._output_table, targets, self.mesh, chunk=self.config.loss_chunk)
+
+    def hidden(
+        self, tokens: Int[Array, "sequences seq_len"], positions: Int[Array, "sequences seq_len"], plans: PlanTables
+    ) -> Float[Array, "sequences seq_len hidden"]:
+        """What the output table multiplies: the last layer's output, normed, in the type of the computation."""
         dtype = jnp.dtype(self.config.compute_dtype)
         home = NamedSharding(self.mesh, SEQUENCE_SPEC)
-        whole = NamedSharding(self.mesh, PartitionSpec())
-        x = jax.lax.with_sharding_constraint(self.embedding[...], whole).astype(dtype)[tokens]
-        x = jax.lax.with_sharding_constraint(x, home)
+        x = look_up(self.embedding[...], tokens, self.mesh, dtype)
         graph, weights = nnx.split(self.layers)
 
         def layer(x: jax.Array, weights: nnx.State) -> tuple[jax.Array, None]:
             # FSDP: weights are gathered where they are used; left alone, the compiler may move activations instead.
-            weights = jax.lax.with_sharding_constraint(weights, whole)
+            weights = gather(weights, self.mesh, dtype)
             return jax.lax.with_sharding_constraint(nnx.merge(graph, weights)(x, positions, plans), home), None
 
         if self.config.remat != "none":
             layer = jax.checkpoint(layer, policy=_REMAT[self.config.remat])
         x, _ = jax.lax.scan(layer, x, weights)
-        table = self.embedding if self.config.tied_embeddings else self.head
-        table = jax.lax.with_sharding_constraint(table[...], whole).astype(dtype)
-        return jnp.einsum("std,vd->stv", self.norm(x), table, preferred_element_type=jnp.float32)
+        return self.norm(x)
 
-
-def cross_entropy_sum(
-    logits: Float[Array, "*batch vocab"], targets: Int[Array, "*batch"]
-) -> tuple[Float[Array, ""], Int[Array, ""]]:
-    """Sum of -log softmax(logits)[target] over the tokens that have a target, float32, and their number, int32.
-
-    logits: float32. targets: -1 where there is none. Sums and counts of shards,
-    sequences and micro-steps add up, so a mean over any of them is sum / count of the whole: never a mean of means.
-    """
-    has_target = targets >= 0
-    picked = jnp.take_along_axis(logits, jnp.where(has_target, targets, 0)[..., None], axis=-1)[..., 0]
-    losses = jax.nn.logsumexp(logits, axis=-1) - picked
-    return jnp.sum(jnp.where(has_target, losses, 0.0)), jnp.sum(has_target, dtype=jnp.int32)
+    @property
+    def _output_table(self) -> jax.Array:
+        return (self.embedding if self.config.tied_embeddings else self.head)[...]

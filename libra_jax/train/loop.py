@@ -28,7 +28,7 @@ from libra_jax.plan import check_batch
 from libra_jax.train import metrics
 from libra_jax.train.checkpoint import Checkpoints
 from libra_jax.train.config import TrainConfig, fixed_values
-from libra_jax.train.mesh import batch_shardings, make_mesh, start_devices
+from libra_jax.train.mesh import make_mesh, place_batch, start_devices
 from libra_jax.train.step import compile_step, plan_state
 
 
@@ -128,7 +128,7 @@ def _train_steps(
                 metrics.print_header(console)
                 progress.update(bar, description="training")
                 begin += time.perf_counter() - waited
-            state, numbers = compiled(state, *jax.device_put((arrays, plans), batch_shardings(mesh, arrays, plans)))
+            state, numbers = compiled(state, *place_batch(mesh, arrays, plans))
             numbers = {name: value.item() for name, value in jax.device_get(numbers).items()}
             record = _record(config, step, batch, numbers, time.perf_counter() - begin)
             _refuse_non_finite(record, batch, checkpoints)

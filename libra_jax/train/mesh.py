@@ -13,6 +13,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from libra_jax.attention import MESH_AXES
+from libra_jax.models.fsdp import spread_spec
 from libra_jax.train.config import MeshConfig
 
 _PATIENCE = (
@@ -73,21 +74,26 @@ def batch_shardings(mesh: Mesh, arrays: dict[str, Any], plans: Any) -> tuple[dic
     return dict.fromkeys(arrays, rows), jax.tree.map(lambda _: tables, plans)
 
 
+def place_batch(mesh: Mesh, arrays: dict[str, Any], plans: Any) -> tuple[dict[str, jax.Array], Any]:
+    """A step's arrays and tables on the mesh, sharded as `batch_shardings` says.
+
+    arrays, plans: NumPy, the whole step's and the same in every process; a process keeps what its devices need.
+    """
+
+    def place(array: Any, sharding: NamedSharding) -> jax.Array:
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    return jax.tree.map(place, (arrays, plans), batch_shardings(mesh, arrays, plans))
+
+
 def state_shardings(mesh: Mesh, state: Any) -> Any:
     """Shardings of a state's arrays (or their shapes): the longest dimension that all ranks divide, else replicated.
 
     The first dimension of stacked layers is never chosen: a scan takes one slice of it at a time.
     """
-    ranks = mesh.size
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         stacked = any(getattr(key, "key", None) == "layers" for key in path)
-        fits = [d for d in range(1 if stacked else 0, len(leaf.shape)) if leaf.shape[d] % ranks == 0]
-        if not fits:
-            return NamedSharding(mesh, PartitionSpec())
-        longest = max(fits, key=lambda d: leaf.shape[d])
-        return NamedSharding(
-            mesh, PartitionSpec(*[MESH_AXES if d == longest else None for d in range(len(leaf.shape))])
-        )
+        return NamedSharding(mesh, spread_spec(leaf.shape, mesh.size, first=1 if stacked else 0))
 
     return jax.tree.map_with_path(sharding, state)

@@ -8,7 +8,7 @@ number of micro-steps nor how documents were packed changes loss or gradients be
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,8 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from libra_jax.models.qwen3 import Qwen3, cross_entropy_sum
+from libra_jax.models.qwen3 import Qwen3
+from libra_jax.schedule import OVERLAP_OPTIONS
 from libra_jax.train.config import OptimizerConfig, TrainConfig
 from libra_jax.train.mesh import batch_shardings, state_shardings
 
@@ -130,8 +131,8 @@ def make_step(config: TrainConfig, graph: Any) -> Callable[[State, Any, Any], tu
 
     def loss_sum(params: Any, micro_batch: Any) -> tuple[jax.Array, jax.Array]:
         arrays, plans = micro_batch
-        logits = nnx.merge(graph, params)(arrays["tokens"], arrays["positions"], plans)
-        return cross_entropy_sum(logits, arrays["targets"])
+        model = nnx.merge(graph, params)
+        return model.loss_sum(arrays["tokens"], arrays["targets"], arrays["positions"], plans)
 
     def step(state: State, arrays: Any, plans: Any) -> tuple[State, Any]:
         params = state["params"]
@@ -154,17 +155,28 @@ def make_step(config: TrainConfig, graph: Any) -> Callable[[State, Any, Any], tu
     return step
 
 
-def compile_step(config: TrainConfig, mesh: Mesh, blueprint: Blueprint, arrays: Any, plans: Any) -> Any:
+def compile_step(
+    config: TrainConfig,
+    mesh: Mesh,
+    blueprint: Blueprint,
+    arrays: Any,
+    plans: Any,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
     """The step as one compiled program. It donates the state and refuses any other shape: it cannot recompile.
 
-    arrays, plans: of any one step, or their shapes.
+    arrays, plans: of any one step, or their shapes. options: XLA's, beside those that a GPU needs to overlap.
     """
     states = jax.tree.map(lambda x: x.sharding, blueprint.shapes)
     everywhere = NamedSharding(mesh, PartitionSpec())
+    shardings = batch_shardings(mesh, arrays, plans)
     jitted = jax.jit(
         make_step(config, blueprint.graph),
         donate_argnums=0,
-        in_shardings=(states, *batch_shardings(mesh, arrays, plans)),
+        in_shardings=(states, *shardings),
         out_shardings=(states, everywhere),
     )
-    return jitted.lower(blueprint.shapes, arrays, plans).compile()
+    # Shapes alone: jit refuses NumPy arrays that it would have to spread over several processes.
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (arrays, plans))
+    overlap = OVERLAP_OPTIONS if mesh.devices.flat[0].platform == "gpu" else {}
+    return jitted.lower(blueprint.shapes, *shapes).compile(compiler_options={**overlap, **(options or {})})

@@ -1,0 +1,22 @@
+"""Qwen3-8B on sequences of 1,048,576 tokens: 128 GPUs, one pool of 8 sequences, 16 ranks to a sequence.
+
+`libra preflight qwen3_8b_1m --target h100 --topology 1x16x8` says what it asks of them. The shapes are the published
+ones; where the text lies is for you to say: `--data.paths FOLDER`.
+"""
+
+from libra_jax.data import DataConfig
+from libra_jax.models.qwen3 import QWEN3_8B
+from libra_jax.train.config import CheckpointConfig, MeshConfig, OptimizerConfig, TrainConfig
+
+
+def config() -> TrainConfig:
+    return TrainConfig(
+        model=QWEN3_8B,
+        data=DataConfig(paths=("corpus",)),
+        mesh=MeshConfig(pools=1, pool_size=8, cp=16),
+        optimizer=OptimizerConfig(learning_rate=2e-5, warmup_steps=50),
+        checkpoint=CheckpointConfig(every=50),
+        seq_len=1_048_576,
+        steps=1000,
+        run_dir="runs/qwen3_8b_1m",
+    )

@@ -1,0 +1,22 @@
+"""Qwen3-8B on sequences of 262,144 tokens: 64 GPUs, one pool of 8 sequences, 8 ranks to a sequence.
+
+`libra preflight qwen3_8b_256k --target h100 --topology 1x8x8` says what it asks of them. The shapes are the published
+ones; where the text lies is for you to say: `--data.paths FOLDER`.
+"""
+
+from libra_jax.data import DataConfig
+from libra_jax.models.qwen3 import QWEN3_8B
+from libra_jax.train.config import CheckpointConfig, MeshConfig, OptimizerConfig, TrainConfig
+
+
+def config() -> TrainConfig:
+    return TrainConfig(
+        model=QWEN3_8B,
+        data=DataConfig(paths=("corpus",)),
+        mesh=MeshConfig(pools=1, pool_size=8, cp=8),
+        optimizer=OptimizerConfig(learning_rate=2e-5, warmup_steps=50),
+        checkpoint=CheckpointConfig(every=50),
+        seq_len=262_144,
+        steps=1000,
+        run_dir="runs/qwen3_8b_256k",
+    )

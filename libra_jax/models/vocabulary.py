@@ -1,0 +1,126 @@
+"""Both ends of a language model, on a mesh: token ids -> embeddings, and hidden states -> loss.
+
+The two are where a vocabulary of 150 thousand words costs memory. Tables are gathered for use as in `fsdp`; logits are
+made for a chunk of a rank's own tokens at a time, forward and again backward (as in arXiv 2410.10989), so that neither
+the logits of a sequence nor tokens of other ranks are ever held.
+
+Letters: N sequences, S tokens of one, D width, V words.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from libra_jax.attention import SEQUENCE_SPEC
+from libra_jax.models.fsdp import gather_on_rank, spread_dimension, spread_spec, together
+
+
+def look_up(
+    table: Float[Array, "V D"], tokens: Int[Array, "N S"], mesh: Mesh, dtype: jnp.dtype
+) -> Float[Array, "N S D"]:
+    """Rows of the table, in dtype. tokens lie as `SEQUENCE_SPEC` says, and so does what is returned."""
+    along = spread_dimension(table.shape, mesh.size)
+
+    def on_rank(shard: jax.Array, tokens: jax.Array) -> jax.Array:
+        return _rows(gather_on_rank(shard, along, dtype), tokens).astype(dtype)
+
+    specs = spread_spec(table.shape, mesh.size), SEQUENCE_SPEC
+    return jax.shard_map(on_rank, mesh=mesh, in_specs=specs, out_specs=SEQUENCE_SPEC, check_vma=False)(table, tokens)
+
+
+def chunked_cross_entropy_sum(
+    x: Float[Array, "N S D"], table: Float[Array, "V D"], targets: Int[Array, "N S"], mesh: Mesh, *, chunk: int
+) -> tuple[Float[Array, ""], Int[Array, ""]]:
+    """`cross_entropy_sum` of the logits x @ table.T, without the logits. Equal to it within rounding.
+
+    x, targets: lie as `SEQUENCE_SPEC` says. table: float32, lies as `spread_spec` says; multiplied in x's dtype.
+    chunk: tokens of a rank whose logits are held at once, at most.
+    """
+    along = spread_dimension(table.shape, mesh.size)
+
+    def on_rank(x: jax.Array, shard: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x, shard = together(x, shard)
+        whole, x, targets = gather_on_rank(shard, along, x.dtype), x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+        size = _divisor(targets.size, chunk)
+
+        @jax.checkpoint
+        def add(total: Any, part: Any) -> tuple[Any, None]:
+            loss, number = cross_entropy_sum(_logits(part[0], whole), part[1])
+            return (total[0] + loss, total[1] + number), None
+
+        parts = x.reshape(-1, size, x.shape[-1]), targets.reshape(-1, size)
+        sums, _ = jax.lax.scan(add, (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)), parts)
+        return sums[0].reshape(1, 1), sums[1].reshape(1, 1)
+
+    specs = SEQUENCE_SPEC, spread_spec(table.shape, mesh.size), SEQUENCE_SPEC
+    mapped = jax.shard_map(on_rank, mesh=mesh, in_specs=specs, out_specs=(SEQUENCE_SPEC,) * 2, check_vma=False)
+    losses, numbers = mapped(x, table, targets)
+    return jnp.sum(losses), jnp.sum(numbers)
+
+
+def cross_entropy_sum(
+    logits: Float[Array, "*batch vocab"], targets: Int[Array, "*batch"]
+) -> tuple[Float[Array, ""], Int[Array, ""]]:
+    """Sum of -log softmax(logits)[target] over the tokens that have a target, float32, and their number, int32.
+
+    logits: float32. targets: -1 where there is none. Sums and counts of shards, chunks,
+    sequences and micro-steps add up, so a mean over any of them is sum / count of the whole: never a mean of means.
+    """
+    has_target = targets >= 0
+    picked = jnp.take_along_axis(logits, jnp.where(has_target, targets, 0)[..., None], axis=-1)[..., 0]
+    losses = jax.nn.logsumexp(logits, axis=-1) - picked
+    return jnp.sum(jnp.where(has_target, losses, 0.0)), jnp.sum(has_target, dtype=jnp.int32)
+
+
+def _rows(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """table[tokens], for a gradient whose table of zeros is not made before it is used, at the end of the step."""
+    return _rows_of(table, tokens, table.shape[0])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rows_of(table: jax.Array, tokens: jax.Array, words: int) -> jax.Array:
+    return table[tokens]
+
+
+def _rows_forward(table: jax.Array, tokens: jax.Array, words: int) -> tuple[jax.Array, jax.Array]:
+    return table[tokens], tokens
+
+
+def _rows_backward(words: int, tokens: jax.Array, gradient: jax.Array) -> tuple[jax.Array, None]:
+    gradient, zero = jax.lax.optimization_barrier((gradient, jnp.zeros((), gradient.dtype)))
+    return jnp.full((words, gradient.shape[-1]), zero).at[tokens].add(gradient), None
+
+
+_rows_of.defvjp(_rows_forward, _rows_backward)
+
+
+@jax.custom_vjp
+def _logits(x: jax.Array, table: jax.Array) -> jax.Array:
+    """x (S, D) in the type to multiply in, table (V, D) float32 -> (S, V) float32. All three products multiply in x's
+    type and add in float32: the gradient of the logits, left float32, would make two slow float32 products."""
+    return jnp.einsum("sd,vd->sv", x, table.astype(x.dtype), preferred_element_type=jnp.float32)
+
+
+def _logits_forward(x: jax.Array, table: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _logits(x, table), (x, table)
+
+
+def _logits_backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, table = kept
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    gradient = gradient.astype(x.dtype)
+    return product("sv,vd->sd", gradient, table.astype(x.dtype)).astype(x.dtype), product("sv,sd->vd", gradient, x)
+
+
+_logits.defvjp(_logits_forward, _logits_backward)
+
+
+def _divisor(size: int, most: int) -> int:
+    """The largest divisor of size that is at most `most`."""
+    return next(d for d in range(min(size, most), 0, -1) if size % d == 0)

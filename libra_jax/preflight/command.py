@@ -1,0 +1,71 @@
+"""The command `libra preflight`: options in, report out, exit status 0 if the step fits, 1 if it does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import sys
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from libra_jax.preflight.program import parse_topology
+from libra_jax.preflight.report import Report, as_json, as_markdown, preflight, print_report, verdict
+from libra_jax.targets import TARGETS
+from libra_jax.train.config import TrainConfig
+
+_PAGE_COLUMNS = 120
+
+
+@dataclasses.dataclass(frozen=True)
+class PreflightOptions:
+    """What is compiled for, and where the report goes. report: its pages, without suffix; None: none."""
+
+    target: str
+    topology: str
+    json: bool = False
+    report: Path | None = None
+
+
+def run(options: PreflightOptions, config: TrainConfig, name: str, command: str) -> int:
+    """Prints the report of a config. Returns 0 if the step fits and 1 if it does not.
+
+    Raises ValueError for a target, topology or mesh that cannot be, RuntimeError for missing packages, OSError when the
+    report cannot be written.
+    """
+    if options.target not in TARGETS:
+        raise ValueError(f"there is no target {options.target!r}: --target must be one of {', '.join(TARGETS)}")
+    topology = parse_topology(options.topology)
+    if options.report is not None and not options.report.parent.is_dir():
+        raise OSError(f"there is no folder {options.report.parent} for the report: make it, or set --report")
+    compile_on_the_host()
+    notice = Console(stderr=True)
+    with notice.status(f"tracing and compiling for {config.mesh.devices} {options.target} (a minute or two)"):
+        report = preflight(config, options.target, topology, name)
+    if options.json:
+        print(json.dumps(as_json(report), indent=2))
+    else:
+        print_report(report, Console(width=None if sys.stdout.isatty() else _PAGE_COLUMNS))
+    if options.report is not None:
+        _write(report, options.report, command)
+    if not report.fits:
+        print(f"libra: {verdict(report)}", file=sys.stderr)
+    return 0 if report.fits else 1
+
+
+def compile_on_the_host() -> None:
+    """Keeps JAX off any GPU of this machine, and from looking for one: it only compiles. Without effect once JAX has
+    started. XLA's own log stays quiet, too: what it says of memory is in the report."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    jax.config.update("jax_platforms", "cpu")
+
+
+def _write(report: Report, path: Path, command: str) -> None:
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "triton", "jax-triton"))
+    stamp = f"Written {datetime.date.today()} by the command above, with {versions}. Compiled, not run."
+    path.with_name(path.name + ".json").write_text(json.dumps(as_json(report), indent=2) + "\n")
+    path.with_name(path.name + ".md").write_text(as_markdown(report, command, stamp))
