@@ -6,7 +6,7 @@ ones; where the text lies is for you to say: `--data.paths FOLDER`.
 
 from libra_jax.data import DataConfig
 from libra_jax.models.qwen3 import QWEN3_8B
-from libra_jax.train.config import CheckpointConfig, MeshConfig, OptimizerConfig, TrainConfig
+from libra_jax.train.config import AttentionConfig, CheckpointConfig, MeshConfig, OptimizerConfig, TrainConfig
 
 
 def config() -> TrainConfig:
@@ -14,6 +14,7 @@ def config() -> TrainConfig:
         model=QWEN3_8B,
         data=DataConfig(paths=("corpus",)),
         mesh=MeshConfig(pools=1, pool_size=8, cp=16),
+        attention=AttentionConfig(waves=4),  # the last return, which nothing hides, is small
         optimizer=OptimizerConfig(learning_rate=2e-5, warmup_steps=50),
         checkpoint=CheckpointConfig(every=50),
         seq_len=1_048_576,

@@ -107,6 +107,9 @@ def preflight(args: list[str]) -> int:
         return preflight_command.run(options, config, Path(name).stem, f"{command} {shlex.join(args)}")
     except (ValueError, RuntimeError, OSError) as error:
         return _complain(error, 2)
+    except Exception as error:  # 1 would say that the step does not fit
+        traceback.print_exc()
+        return _complain(f"preflight broke off, which is a bug: {type(error).__name__}: {error}", 3)
 
 
 def _preflight_options(args: list[str], prog: str) -> tuple[dict[str, Any], list[str]]:

@@ -23,6 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 
 POOL_AXES = ("dp", "cp")
+RAGGED_PLATFORMS = {"gpu"}
+"""Where XLA has a ragged_all_to_all."""
 
 
 class Kind(NamedTuple):
@@ -146,6 +148,11 @@ def resolve_transport(transport: str | None, device: Any = None, ranks: int | No
         return "ragged" if device.platform == "gpu" else "ppermute" if ranks == 2 else "all_to_all"
     if not isinstance(transport, str) or transport not in _TRANSPORTS:
         raise ValueError(f"transport ({transport!r}) must be None or one of {sorted(_TRANSPORTS)}")
+    if transport == "ragged" and device is not None and device.platform not in RAGGED_PLATFORMS:
+        raise ValueError(
+            f"transport 'ragged' runs on GPUs, not on {device.platform} devices, for which XLA has no "
+            f"ragged_all_to_all: use 'all_to_all' or 'ppermute', or None, which chooses"
+        )
     return transport
 
 

@@ -13,9 +13,12 @@ from jax import lax
 from jax.interpreters import mlir
 from jax.lax import ragged_all_to_all_p
 
+from libra_jax.exchange import RAGGED_PLATFORMS
+
 
 def install() -> None:
     """Registers the lowering. Before the first program that needs it is lowered."""
+    RAGGED_PLATFORMS.add("cpu")
     mlir.register_lowering(
         ragged_all_to_all_p, mlir.lower_fun(_gather_and_pick, multiple_results=False), platform="cpu"
     )

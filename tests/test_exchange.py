@@ -186,3 +186,9 @@ def test_gpus_take_the_ragged_transport_by_themselves() -> None:
     assert resolve_transport(None, jax.devices()[0]) == "all_to_all"
     with pytest.raises(ValueError, match=r"transport \('nccl'\) must be None or one of .*'ragged'"):
         resolve_transport("nccl")
+
+
+def test_ragged_by_name_on_cpus_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("libra_jax.exchange.RAGGED_PLATFORMS", {"gpu"})
+    with pytest.raises(ValueError, match=r"'ragged' runs on GPUs, not on cpu devices.*use 'all_to_all' or 'ppermute'"):
+        resolve_transport("ragged", jax.devices()[0], 4)

@@ -54,6 +54,12 @@ def parse_topology(text: str) -> Topology:
     return slices, hosts, gpus
 
 
+def _way_out(gpus: int, shape: tuple[int, int, int]) -> str:
+    """The option that makes a mesh fit."""
+    pools, rest = divmod(gpus, shape[1] * shape[2])
+    return f"--mesh.pools {pools}" if not rest else "--mesh.pool-size and --mesh.cp"
+
+
 def compile_for(config: TrainConfig, target: str, topology: Topology) -> CompiledStep:
     """The step of `config`, compiled for a cluster of `target` GPUs.
 
@@ -67,7 +73,7 @@ def compile_for(config: TrainConfig, target: str, topology: Topology) -> Compile
         raise ValueError(
             f"topology {slices}x{hosts}x{gpus} has {slices * hosts * gpus} GPUs, and the config's mesh needs pools * "
             f"pool_size * cp = {shape[0]} * {shape[1]} * {shape[2]} = {mesh_config.devices}: name a topology of "
-            f"{mesh_config.devices} GPUs, or set --mesh.pools"
+            f"{mesh_config.devices} GPUs, or set {_way_out(slices * hosts * gpus, shape)}"
         )
     mesh = target_mesh(target, shape, MESH_AXES, topology)
     for module in ("triton", "jax_triton"):
