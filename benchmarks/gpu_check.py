@@ -843,11 +843,17 @@ class Journal:
     """Results so far, on disk after each item, and what an earlier run of the same code on the same device left."""
 
     def __init__(self, path: Path, key: Mapping[str, Any], fresh: bool) -> None:
-        self.path, self.key, self.items, before = path, dict(key), {}, {}
+        self.path, self.key = path, dict(key)
+        self.items: dict[str, Any] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not fresh:
-            with contextlib.suppress(ValueError):
+            try:
                 before = json.loads(path.read_text())
+                if not isinstance(before, dict) or not isinstance(before.get("items"), dict):
+                    raise ValueError("no results in it")
+            except ValueError as error:
+                print(f"{path} is damaged or of something else ({error}): beginning anew")
+                return
             changed = [name for name, value in self.key.items() if before.get("key", {}).get(name) != value]
             self.items = {} if changed else before["items"]
             if changed:

@@ -195,19 +195,21 @@ def load_config(name: str) -> TrainConfig:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        config = module.config() if hasattr(module, "config") else None
-    except Exception as error:  # whatever the user's own code raises
+        config = module.config() if callable(getattr(module, "config", None)) else None
+    except (Exception, SystemExit) as error:  # whatever the user's own code raises
         what = f"{type(error).__name__}: {error}"
         raise UsageError(f"{path} could not be loaded: {what}{_line_of(error, path)}") from error
 
     from libra_jax.train.config import TrainConfig
 
     if not isinstance(config, TrainConfig):
-        raise UsageError(f"{path} must have a function `config() -> TrainConfig`, got {type(config).__name__} from it")
+        there = callable(getattr(module, "config", None))
+        got = f"its config() gives {type(config).__name__}" if there else "it has none"
+        raise UsageError(f"{path} must have a function `config() -> TrainConfig`, and {got}")
     return config
 
 
-def _line_of(error: Exception, path: Path) -> str:
+def _line_of(error: BaseException, path: Path) -> str:
     """Where in the file at `path` an error came from; a syntax error in that file says so itself."""
     if isinstance(error, SyntaxError) and error.filename and Path(error.filename).resolve() == path.resolve():
         return ""

@@ -8,10 +8,12 @@ on a cluster: its launcher starts the processes, and `jax.distributed.initialize
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -98,7 +100,7 @@ def _started(
             processes.append(
                 subprocess.Popen(
                     arguments, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-                    env=environment, start_new_session=True,
+                    env=environment, start_new_session=True, preexec_fn=_die_with_parent,
                 )
             )  # fmt: skip
         yield processes
@@ -109,6 +111,15 @@ def _started(
                     os.killpg(process.pid, signal.SIGKILL)
         for process in processes:
             process.wait()
+
+
+def _die_with_parent() -> None:
+    """In a new process on Linux: ask to be killed when the one that started it is gone, however that came about."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+_PR_SET_PDEATHSIG = 1
 
 
 def _first_to_fail(

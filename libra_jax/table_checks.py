@@ -29,6 +29,9 @@ def check_tables(tables: PlanTables) -> None:
         table = getattr(tables, name)
         if table.shape[-len(shape) :] != shape or table.dtype != np.int32:
             raise ValueError(f"the plan's table {name} is {table.dtype} {table.shape}, the spec wants int32 {shape}")
+    leading = {name: getattr(tables, name).shape[: -len(shape)] for name, shape in table_shapes(spec).items()}
+    if len(set(leading.values())) > 1:
+        raise ValueError(f"the plan's tables are of different numbers of ranks: leading axes {leading}")
     for name, table, low, high in _ranges(tables, spec):
         if table.size and (table.min() < low or table.max() > high):
             where = np.argwhere((table < low) | (table > high))[0]
@@ -83,10 +86,16 @@ def _ranges(tables: PlanTables, spec: PoolSpec) -> Iterator[tuple[str, np.ndarra
 
 
 def _check_slots_once(tables: PlanTables, spec: PoolSpec) -> None:
-    """No query slot is executed twice: two programs would write one block."""
+    """No query slot of a rank is executed twice, or two programs would write one block; and all are executed."""
     slots = spec.home_blocks + spec.room.blocks
     entries = tables.entries.reshape(-1, *tables.entries.shape[-2:])
     executed = tables.wave_offsets.reshape(-1, tables.wave_offsets.shape[-1])[:, -1]
+    begin, pool = tables.wave_offsets[..., 0], executed.reshape(-1, spec.ranks).sum(axis=1)
+    if begin.any() or (pool != spec.ranks * spec.home_blocks).any():
+        raise ValueError(
+            f"the plan is damaged: its waves begin at entry {int(begin.max())} and execute {pool.tolist()} blocks of "
+            f"each pool, it must be 0 and {spec.ranks * spec.home_blocks}"
+        )
     rank = np.repeat(np.arange(executed.size), executed)
     row = np.arange(rank.size) - np.repeat(np.cumsum(executed) - executed, executed)
     slot = entries[rank, row, _Q_SLOT]

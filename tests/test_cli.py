@@ -79,8 +79,8 @@ def test_the_repository_s_demo_loads() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x = 1", r"must have a function `config\(\) -> TrainConfig`, got NoneType"),
-        ("def config(): return 3", "got int from it"),
+        ("x = 1", r"must have a function `config\(\) -> TrainConfig`, and it has none"),
+        ("def config(): return 3", "its config\\(\\) gives int"),
         ("def config(:", "could not be loaded: SyntaxError"),
         ("import nowhere_at_all", "could not be loaded: ModuleNotFoundError"),
         (

@@ -42,6 +42,10 @@ def run(options: PreflightOptions, config: TrainConfig, name: str, command: str)
     topology = parse_topology(options.topology)
     if options.report is not None and not options.report.parent.is_dir():
         raise OSError(f"there is no folder {options.report.parent} for the report: make it, or set --report")
+    if options.report is not None and (not options.report.name or options.report.is_dir()):
+        raise OSError(f"--report ({options.report}) is a folder: name a file in it, without suffix")
+    if options.report is not None and not os.access(options.report.parent, os.W_OK):
+        raise OSError(f"the report cannot be written: folder {options.report.parent} does not let us")
     compile_on_the_host()
     notice = Console(stderr=True)
     with notice.status(f"tracing and compiling for {config.mesh.devices} {options.target} (a minute or two)"):
