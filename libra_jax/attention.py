@@ -82,6 +82,8 @@ def libra_attention(
     Arrays that are committed to one device are refused by jax: `jax.device_put` them with `SEQUENCE_SPEC` first.
     """
     _check(q, k, v, plans, spec, mesh)
+    if launches is not None and not (isinstance(launches, Mapping) and all(isinstance(k, str) for k in launches)):
+        raise TypeError(f"launches must map passes to libra_kernels.Launch, got {launches!r}")
     device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
     check_implementation(implementation, device)
     options = TileOptions(

@@ -257,11 +257,12 @@ def count_tiles(case: Case, m: int, n: int) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "case",
     [
-        Case([[512], [100, 50, 1, 200, 90]], 512, block=128, group=2, keys=128),
+        Case([[512], [100, 50, 1, 200, 90]], 512, block=128, group=2, keys=128, overlap=False),
+        Case([[512], [300, 212]], 512, block=128, group=2, window=200, rows=64, overlap=False),
+        Case([[512]], 512, block=256, group=4, keys=128, kv_heads=2, overlap=False),
         Case([[512], [300, 212]], 512, block=128, group=2, window=200, rows=64),
-        Case([[512]], 512, block=256, group=4, keys=128, kv_heads=2),
     ],
-    ids=["documents", "window", "block 256"],
+    ids=["documents", "window", "block 256", "overlap"],
 )
 def test_only_tiles_that_somebody_sees_are_visited_and_only_edges_masked(case, wide):
     tables, sizes = make_tables(case, np.random.default_rng(0), wide=wide), case_launch(case)
@@ -270,7 +271,10 @@ def test_only_tiles_that_somebody_sees_are_visited_and_only_edges_masked(case, w
     work = work_of(case, tables)
     dots = {"forward": 2, "dq": 3, "dkv": 4}
     for which in ("forward", "dq"):
-        assert work.multiply_adds[which] == visited * dots[which] * m * n * case.head_dim
+        # With overlap each program multiplies one tile of weights more, of zeros.
+        more = sum(stop - start for start, stop, _ in tables.waves) * (case.block * case.group // m)
+        extra = more if which == "forward" and case.overlap else 0
+        assert work.multiply_adds[which] == (visited * dots[which] + extra) * m * n * case.head_dim
         assert work.tile_comparisons[which] <= edges * 2
     if not wide:
         # By blocks and pages here: what reads a page, by the row of the table, is masked where not all see it whole.

@@ -25,7 +25,7 @@ GARBAGE = 2**30 + 12345
 @dataclasses.dataclass(frozen=True)
 class Case:
     """Packed sequences and the numbers of their attention. lengths: documents of each sequence; a negative one is a
-    gap of padding. rows, keys: most rows and keys of a kernel's tile."""
+    gap of padding. rows, keys: most rows and keys of a kernel's tile. overlap: `Launch.overlap`."""
 
     lengths: Sequence[Sequence[int]]
     seq_len: int
@@ -40,6 +40,7 @@ class Case:
     dtype: str = "bfloat16"
     rows: int = 128
     keys: int = 64
+    overlap: bool = True
     seed: int = 0
 
     @property

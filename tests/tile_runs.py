@@ -122,7 +122,7 @@ def run_slots(
         "first_visible": tables.first_visible,
     }  # fmt: skip
     per_slot = {"q": q, "k": k, "v": v, "d_out": d_out, "first_visible": tables.first_visible, "out": out, "lse": lse}
-    per_slot |= {"delta": lse[..., 0], "dq": dq, "dk": dk, "dv": dv}
+    per_slot |= {"delta": lse[..., 0], "exponent": lse[..., 0], "dq": dq, "dk": dk, "dv": dv}
     holes = {name: hole * x[0].size for name, x in per_slot.items()}
     work = Work({}, {})
 
@@ -145,7 +145,8 @@ def run_slots(
         out, lse = call("forward", wave, {"out": out, "lse": lse})
     if delta is None:
         delta = (out.astype(np.float32) * d_out.astype(np.float32)).sum(axis=-1)
-    inputs |= {"lse": lse, "delta": delta}
+    exponent = (lse[..., 0] + lse[..., 1]) * np.float32(np.log2(np.e))
+    inputs |= {"exponent": exponent, "delta": delta}
     for wave in tables.waves:
         (dq,) = call("dq", wave, {"dq": dq})
         dk, dv = call("dkv", wave, {"dk": dk, "dv": dv})
@@ -166,7 +167,7 @@ def case_launch(case: Case) -> launch.Launch:
     rows = case.rows
     while case.block * case.group % rows:
         rows //= 2
-    return launch.Launch(rows, min(case.keys, case.block), 4, 2)
+    return launch.Launch(rows, min(case.keys, case.block), 4, 2, case.overlap)
 
 
 def poisoned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -26,16 +26,100 @@ class Launch(NamedTuple):
     keys: int
     num_warps: int
     num_stages: int
+    overlap: bool = False
+    """Whether products are ordered for tensor cores that work beside the other instructions, which takes registers."""
 
 
-# Registers: a warp group of four warps holds a 64 x 128 float32 accumulator in 64 registers a thread, of at most 255.
-# Shared memory: 163 KiB a block on sm_80, 227 KiB on sm_90 and sm_100.
+# Registers of a thread (of 255), KiB of shared memory, and the bound of the model in `sass.py` on the share of the tensor
+# cores' peak stand beside each, for bfloat16, block 128, 4 query heads per key/value head and Triton 3.9; nothing spills.
+# `python -m benchmarks.kernel_report` compiles them anew; docs/log.md has what else was tried.
+# - Stages: an address comes from a page number, which is loaded first and takes a stage of its own. 5 are three buffers,
+#   filled two turns ahead (what 3 are without a page table); 3 are two; 2 wait for every copy.
+# - sm_90: a warp group of four warps takes 64 rows. With 128 rows a block reads half as much from L2 as two blocks of
+#   64; where two blocks of 128 rows fit on an SM (four warps each), one calculates while the other waits. Tiles of 32
+#   leave wgmma waiting for operands, but where accumulators are wide nothing larger fits.
+# - sm_100: tcgen05 takes 128 rows, so programs own 128 where 512 columns of tensor memory allow it.
+# - sm_80: accumulators share the registers with everything else, so dK and dV get small tiles.
 _LAUNCHES: dict[int, dict[int, dict[Pass, Launch]]] = {
-    90: {
+    80: {
+        64: {
+            "forward": Launch(128, 64, 4, 5),  # 248, 64 KiB, 1.00
+            "dq": Launch(128, 64, 8, 5),  # 172, 80 KiB, 0.75
+            "dkv": Launch(32, 64, 4, 5),  # 244, 49 KiB, 1.00
+        },
+        96: {
+            "forward": Launch(128, 64, 8, 5),  # 179, 72 KiB, 0.66
+            "dq": Launch(128, 64, 8, 5),  # 250, 96 KiB, 0.85
+            "dkv": Launch(16, 64, 4, 5),  # 244, 48 KiB, 1.00
+        },
         128: {
-            "forward": Launch(128, 128, 8, 2),
-            "dq": Launch(128, 64, 8, 2),
-            "dkv": Launch(64, 128, 8, 2),
+            "forward": Launch(128, 64, 8, 5),  # 214, 112 KiB, 0.67
+            "dq": Launch(128, 32, 8, 5),  # 172, 104 KiB, 0.85
+            "dkv": Launch(32, 64, 4, 3),  # 255, 68 KiB, 1.00
+        },
+        192: {
+            "forward": Launch(128, 32, 8, 5),  # 255, 96 KiB, 0.76
+            "dq": Launch(128, 32, 8, 5),  # 255, 144 KiB, 0.88
+            "dkv": Launch(32, 32, 4, 3),  # 220, 74 KiB, 1.00
+        },
+        256: {
+            "forward": Launch(128, 32, 8, 5),  # 242, 136 KiB, 0.77
+            "dq": Launch(64, 32, 8, 3),  # 172, 100 KiB, 0.48
+            "dkv": Launch(16, 64, 8, 3),  # 255, 98 KiB, 0.59
+        },
+    },
+    90: {
+        64: {
+            "forward": Launch(64, 64, 4, 5),  # 125, 56 KiB, 0.61
+            "dq": Launch(128, 64, 4, 5),  # 238, 80 KiB, 1.00
+            "dkv": Launch(64, 64, 4, 3),  # 201, 65 KiB, 0.98
+        },
+        96: {
+            "forward": Launch(128, 128, 8, 5),  # 202, 168 KiB, 0.51
+            "dq": Launch(128, 64, 8, 5),  # 159, 120 KiB, 0.66
+            "dkv": Launch(64, 64, 4, 3),  # 250, 97 KiB, 1.00
+        },
+        128: {
+            "forward": Launch(128, 128, 8, 5),  # 219, 224 KiB, 0.59
+            "dq": Launch(128, 64, 8, 5),  # 165, 160 KiB, 0.73
+            "dkv": Launch(64, 128, 8, 5),  # 254, 226 KiB, 0.66
+        },
+        192: {
+            "forward": Launch(128, 64, 8, 5),  # 196, 192 KiB, 0.67
+            "dq": Launch(128, 32, 8, 5),  # 170, 168 KiB, 0.61
+            "dkv": Launch(32, 64, 8, 3),  # 221, 124 KiB, 0.26
+        },
+        256: {
+            "forward": Launch(128, 64, 8, 3),  # 230, 192 KiB, 0.60
+            "dq": Launch(128, 32, 8, 5),  # 209, 224 KiB, 0.65
+            "dkv": Launch(32, 64, 8, 3),  # 244, 164 KiB, 0.40
+        },
+    },
+    100: {
+        64: {
+            "forward": Launch(128, 64, 4, 5),  # 194, 64 KiB, 0.49
+            "dq": Launch(128, 64, 4, 5),  # 156, 88 KiB, 0.74
+            "dkv": Launch(64, 128, 4, 5),  # 240, 130 KiB, 0.40
+        },
+        96: {
+            "forward": Launch(128, 64, 4, 5),  # 238, 84 KiB, 0.68
+            "dq": Launch(128, 64, 4, 5),  # 160, 108 KiB, 0.85
+            "dkv": Launch(64, 128, 4, 5),  # 244, 170 KiB, 0.40
+        },
+        128: {
+            "forward": Launch(128, 128, 8, 5),  # 255, 225 KiB, 0.40
+            "dq": Launch(128, 64, 4, 5),  # 168, 176 KiB, 0.54
+            "dkv": Launch(64, 128, 8, 3),  # 170, 193 KiB, 0.62
+        },
+        192: {
+            "forward": Launch(128, 64, 8, 5),  # 230, 169 KiB, 0.42
+            "dq": Launch(128, 32, 8, 5),  # 109, 156 KiB, 0.47
+            "dkv": Launch(32, 64, 4, 3),  # 166, 120 KiB, 0.30
+        },
+        256: {
+            "forward": Launch(128, 64, 8, 3),  # 254, 193 KiB, 0.50
+            "dq": Launch(128, 32, 8, 3),  # 160, 208 KiB, 0.48
+            "dkv": Launch(32, 64, 8, 3),  # 174, 192 KiB, 0.43
         },
     },
 }
@@ -74,6 +158,13 @@ def choose(
             raise ValueError(f"launch parameters are for {PASSES}, got {name!r}")
     if overrides and which in overrides:
         launch = overrides[which]
+        if not isinstance(launch, Launch) or not all(type(number) is int for number in launch[:4]):
+            raise ValueError(f"{which} launch ({launch!r}) must be a libra_kernels.Launch of four whole numbers")
+        if launch.num_warps not in (1, 2, 4, 8, 16) or not 1 <= launch.num_stages <= 8:
+            raise ValueError(
+                f"{which} launch: num_warps ({launch.num_warps}) must be 1, 2, 4, 8 or 16, and num_stages "
+                f"({launch.num_stages}) 1 to 8"
+            )
         for name, size, of, whole in (
             ("rows", launch.rows, "block * group", block * group), ("keys", launch.keys, "block", block)
         ):  # fmt: skip
@@ -87,8 +178,11 @@ def choose(
     while block * group % rows:
         rows //= 2
     owned, planned = (keys, launch.keys) if which == "dkv" else (rows, launch.rows)
-    warps = launch.num_warps if owned == planned else max(4, launch.num_warps * owned // planned)
-    return Launch(rows, keys, warps, launch.num_stages)
+    cut = launch._replace(rows=rows, keys=keys, num_warps=max(4, launch.num_warps * owned // planned))
+    if which == "dkv" and keys < launch.keys:
+        # Fewer warps would copy as many rows, and keep more addresses each than they have registers.
+        cut = cut._replace(rows=max(rows // 2, 16), num_stages=min(launch.num_stages, 3), overlap=False)
+    return cut
 
 
 def split_width(width: int) -> tuple[int, int]:
@@ -104,5 +198,5 @@ def constants(
     (d0, d1), (e0, e1) = split_width(head_dim), split_width(v_head_dim)
     return {
         "SCALE": scale, "SOFT_CAP": soft_cap, "B": block, "G": group, "D0": d0, "D1": d1, "E0": e0, "E1": e1,
-        "M": launch.rows, "N": launch.keys,
+        "M": launch.rows, "N": launch.keys, "OVERLAP": launch.overlap,
     }  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import math
 import warnings
 from typing import Any
 
@@ -48,7 +49,9 @@ def backward(
     options: TileOptions,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `api.tile_backward`. Two kernels: one that owns the queries, one that owns the keys."""
-    inputs = (q, k, v, d_out, lse, delta, *_tables(tiles))
+    # One number will do here: 16-bit weights are no finer than the sum of the two parts.
+    exponent = (lse[..., 0] + lse[..., 1]) * math.log2(math.e)
+    inputs = (q, k, v, d_out, exponent, delta, *_tables(tiles))
     (dq,) = _call("dq", q, v, options, (*inputs, tiles.start, tiles.stop), (dq,), rows=tiles.entries.shape[0])
     dk, dv = _call("dkv", q, v, options, (*inputs, page_readers(tiles)), (dk, dv), rows=tiles.pages.shape[0])
     return dq, dk, dv
