@@ -30,14 +30,15 @@ class Launch(NamedTuple):
     """Whether products are ordered for tensor cores that work beside the other instructions, which takes registers."""
 
 
-# Registers of a thread (of 255), KiB of shared memory, and the bound of the model in `sass.py` on the share of the tensor
-# cores' peak stand beside each, for bfloat16, block 128, 4 query heads per key/value head and Triton 3.9; nothing spills.
+# Beside each: registers of a thread, of 255; KiB of shared memory; the bound that the model in `sass.py` puts on the
+# share of the tensor cores' peak. For bfloat16, block 128, 4 query heads per key/value head, Triton 3.9. None spills.
 # `python -m benchmarks.kernel_report` compiles them anew; docs/log.md has what else was tried.
-# - Stages: an address comes from a page number, which is loaded first and takes a stage of its own. 5 are three buffers,
-#   filled two turns ahead (what 3 are without a page table); 3 are two; 2 wait for every copy.
+# - Stages: an address comes from a page number, which is loaded first and takes a stage of its own. 5 are three
+#   buffers, filled two turns ahead (what 3 are without a page table); 3 are two; 2 wait for every copy.
 # - sm_90: a warp group of four warps takes 64 rows. With 128 rows a block reads half as much from L2 as two blocks of
 #   64; where two blocks of 128 rows fit on an SM (four warps each), one calculates while the other waits. Tiles of 32
-#   leave wgmma waiting for operands, but where accumulators are wide nothing larger fits.
+#   leave wgmma waiting for operands, but where accumulators are wide nothing larger fits. dK and dV of widths over 128
+#   take two warp groups for 64 keys, and the compiler lets nothing overlap there.
 # - sm_100: tcgen05 takes 128 rows, so programs own 128 where 512 columns of tensor memory allow it.
 # - sm_80: accumulators share the registers with everything else, so dK and dV get small tiles.
 _LAUNCHES: dict[int, dict[int, dict[Pass, Launch]]] = {
@@ -45,17 +46,17 @@ _LAUNCHES: dict[int, dict[int, dict[Pass, Launch]]] = {
         64: {
             "forward": Launch(128, 64, 4, 5),  # 248, 64 KiB, 1.00
             "dq": Launch(128, 64, 8, 5),  # 172, 80 KiB, 0.75
-            "dkv": Launch(32, 64, 4, 5),  # 244, 49 KiB, 1.00
+            "dkv": Launch(32, 64, 4, 5, overlap=True),  # 214, 48 KiB, 1.00
         },
         96: {
             "forward": Launch(128, 64, 8, 5),  # 179, 72 KiB, 0.66
             "dq": Launch(128, 64, 8, 5),  # 250, 96 KiB, 0.85
-            "dkv": Launch(16, 64, 4, 5),  # 244, 48 KiB, 1.00
+            "dkv": Launch(16, 64, 4, 5, overlap=True),  # 220, 48 KiB, 1.00
         },
         128: {
             "forward": Launch(128, 64, 8, 5),  # 214, 112 KiB, 0.67
             "dq": Launch(128, 32, 8, 5),  # 172, 104 KiB, 0.85
-            "dkv": Launch(32, 64, 4, 3),  # 255, 68 KiB, 1.00
+            "dkv": Launch(32, 64, 4, 3, overlap=True),  # 254, 68 KiB, 1.00
         },
         192: {
             "forward": Launch(128, 32, 8, 5),  # 255, 96 KiB, 0.76
@@ -65,27 +66,27 @@ _LAUNCHES: dict[int, dict[int, dict[Pass, Launch]]] = {
         256: {
             "forward": Launch(128, 32, 8, 5),  # 242, 136 KiB, 0.77
             "dq": Launch(64, 32, 8, 3),  # 172, 100 KiB, 0.48
-            "dkv": Launch(16, 64, 8, 3),  # 255, 98 KiB, 0.59
+            "dkv": Launch(32, 32, 4, 3, overlap=True),  # 254, 98 KiB, 0.84
         },
     },
     90: {
         64: {
-            "forward": Launch(64, 64, 4, 5),  # 125, 56 KiB, 0.61
+            "forward": Launch(128, 64, 4, 5, overlap=True),  # 250, 64 KiB, 0.85
             "dq": Launch(128, 64, 4, 5),  # 238, 80 KiB, 1.00
-            "dkv": Launch(64, 64, 4, 3),  # 201, 65 KiB, 0.98
+            "dkv": Launch(64, 64, 4, 3, overlap=True),  # 208, 64 KiB, 1.00
         },
         96: {
-            "forward": Launch(128, 128, 8, 5),  # 202, 168 KiB, 0.51
+            "forward": Launch(128, 128, 8, 5, overlap=True),  # 228, 168 KiB, 0.62
             "dq": Launch(128, 64, 8, 5),  # 159, 120 KiB, 0.66
-            "dkv": Launch(64, 64, 4, 3),  # 250, 97 KiB, 1.00
+            "dkv": Launch(64, 64, 4, 3, overlap=True),  # 240, 96 KiB, 1.00
         },
         128: {
-            "forward": Launch(128, 128, 8, 5),  # 219, 224 KiB, 0.59
+            "forward": Launch(128, 128, 8, 5, overlap=True),  # 247, 224 KiB, 0.73
             "dq": Launch(128, 64, 8, 5),  # 165, 160 KiB, 0.73
-            "dkv": Launch(64, 128, 8, 5),  # 254, 226 KiB, 0.66
+            "dkv": Launch(64, 128, 8, 5, overlap=True),  # 251, 225 KiB, 0.87
         },
         192: {
-            "forward": Launch(128, 64, 8, 5),  # 196, 192 KiB, 0.67
+            "forward": Launch(128, 64, 8, 5, overlap=True),  # 226, 192 KiB, 0.78
             "dq": Launch(128, 32, 8, 5),  # 170, 168 KiB, 0.61
             "dkv": Launch(32, 64, 8, 3),  # 221, 124 KiB, 0.26
         },
@@ -99,22 +100,22 @@ _LAUNCHES: dict[int, dict[int, dict[Pass, Launch]]] = {
         64: {
             "forward": Launch(128, 64, 4, 5),  # 194, 64 KiB, 0.49
             "dq": Launch(128, 64, 4, 5),  # 156, 88 KiB, 0.74
-            "dkv": Launch(64, 128, 4, 5),  # 240, 130 KiB, 0.40
+            "dkv": Launch(64, 128, 4, 5, overlap=True),  # 223, 130 KiB, 0.43
         },
         96: {
             "forward": Launch(128, 64, 4, 5),  # 238, 84 KiB, 0.68
             "dq": Launch(128, 64, 4, 5),  # 160, 108 KiB, 0.85
-            "dkv": Launch(64, 128, 4, 5),  # 244, 170 KiB, 0.40
+            "dkv": Launch(64, 128, 4, 5, overlap=True),  # 234, 170 KiB, 0.44
         },
         128: {
-            "forward": Launch(128, 128, 8, 5),  # 255, 225 KiB, 0.40
+            "forward": Launch(128, 128, 8, 5, overlap=True),  # 202, 225 KiB, 0.54
             "dq": Launch(128, 64, 4, 5),  # 168, 176 KiB, 0.54
-            "dkv": Launch(64, 128, 8, 3),  # 170, 193 KiB, 0.62
+            "dkv": Launch(64, 128, 8, 3, overlap=True),  # 178, 193 KiB, 0.59
         },
         192: {
             "forward": Launch(128, 64, 8, 5),  # 230, 169 KiB, 0.42
             "dq": Launch(128, 32, 8, 5),  # 109, 156 KiB, 0.47
-            "dkv": Launch(32, 64, 4, 3),  # 166, 120 KiB, 0.30
+            "dkv": Launch(32, 64, 4, 3, overlap=True),  # 166, 120 KiB, 0.31
         },
         256: {
             "forward": Launch(128, 64, 8, 3),  # 254, 193 KiB, 0.50
