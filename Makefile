@@ -40,6 +40,8 @@ bench: setup ## run the benchmarks: tables here, JSON and reports in benchmarks/
 	$(BIN)/python -m benchmarks.planner --json benchmarks/reports/planner.json --report benchmarks/reports/planner.md
 	$(BIN)/python -m benchmarks.attention_cpu --json benchmarks/reports/attention_cpu.json \
 	    --report benchmarks/reports/attention_cpu.md
+	$(BIN)/python -m benchmarks.kernel_report --json benchmarks/reports/kernels.json \
+	    --report benchmarks/reports/kernels.md
 	$(BIN)/python -m benchmarks.two_ranks --json benchmarks/reports/two_ranks.json \
 	    --report benchmarks/reports/two_ranks.md --plot benchmarks/reports/two_ranks.png
 
