@@ -115,22 +115,16 @@ def main(options: Options) -> None:
     console = Console(width=max(Console().width, 170))
     console.print(table)
     others = _others(rows)
-    for name, spills, remarks in others:
-        print(f"{name}: bytes spilled {spills}; remarks {remarks}")
+    for name, found in others:
+        print(f"{name}: {found}")
     if options.json:
         options.json.write_text(_as_json(main_rows) + "\n")
     if options.report:
         text = ["# What the compiler makes of the kernels", "", about, "", LEGEND, "", f"## {title}", ""]
         text += markdown(columns, cells)
         if others:
-            text += [
-                "",
-                "## Other shapes",
-                "",
-                "All kernels and widths with the same table of launch parameters; what is not named is block 128, group 4, bf16.",
-                "",
-            ]
-            text += markdown(["shape", "bytes spilled", "!"], others)
+            text += ["", "## Other shapes", "", "All kernels and widths, the same tables of launch parameters.", ""]
+            text += markdown(["shape", "spills"], others)
         options.report.write_text("\n".join(text) + "\n")
 
 
@@ -215,18 +209,14 @@ def _cells(row: Row) -> dict[str, str]:
     }
 
 
-def _others(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
-    """For each other shape: what spills there, and what ptxas had to remark on."""
-    found: dict[str, tuple[list[str], list[str]]] = {row["shape"]: ([], []) for row in rows if row["shape"]}
+def _others(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """For each other shape, which kernels spill there or have something wrong."""
+    found: dict[str, list[str]] = {row["shape"]: [] for row in rows if row["shape"]}
     for row in rows:
-        if row["shape"]:
-            spills, remarks = found[row["shape"]]
+        if row["shape"] and (row["spill_bytes"] or row["remarks"]):
             at = f"{row['kernel']} sm_{row['arch']} {_cells(row)['head_dim']}"
-            if row["spill_bytes"]:
-                spills.append(f"{at}: {row['spill_bytes']}")
-            if row["remarks"]:
-                remarks.append(at)
-    return [(name, *(", ".join(lines) or "none" for lines in both)) for name, both in found.items()]
+            found[row["shape"]].append(", ".join([f"{at}: {row['spill_bytes']} bytes", *row["remarks"]]))
+    return [(name, "; ".join(lines) or "none") for name, lines in found.items()]
 
 
 if __name__ == "__main__":
