@@ -115,16 +115,16 @@ def main(options: Options) -> None:
     console = Console(width=max(Console().width, 170))
     console.print(table)
     others = _others(rows)
-    for name, found in others:
-        print(f"{name}: {found}")
+    for name, spills, remarks in others:
+        print(f"{name}: spills {spills}; remarks {remarks}")
     if options.json:
         options.json.write_text(_as_json(main_rows) + "\n")
     if options.report:
         text = ["# What the compiler makes of the kernels", "", about, "", LEGEND, "", f"## {title}", ""]
         text += markdown(columns, cells)
         if others:
-            text += ["", "## Other shapes", "", "All kernels and widths, the same tables of launch parameters.", ""]
-            text += markdown(["shape", "spills"], others)
+            text += ["", "## Other shapes", "", f"All kernels and widths. What a shape does not name: {title}.", ""]
+            text += markdown(["shape", "bytes spilled", "!"], others)
         options.report.write_text("\n".join(text) + "\n")
 
 
@@ -209,14 +209,20 @@ def _cells(row: Row) -> dict[str, str]:
     }
 
 
-def _others(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """For each other shape, which kernels spill there or have something wrong."""
-    found: dict[str, list[str]] = {row["shape"]: [] for row in rows if row["shape"]}
+def _others(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
+    """For each other shape: what spills there, and what ptxas had to remark on."""
+    found: dict[str, tuple[list[str], list[str]]] = {row["shape"]: ([], []) for row in rows if row["shape"]}
     for row in rows:
-        if row["shape"] and (row["spill_bytes"] or row["remarks"]):
+        if row["shape"]:
+            spills, remarks = found[row["shape"]]
             at = f"{row['kernel']} sm_{row['arch']} {_cells(row)['head_dim']}"
-            found[row["shape"]].append(", ".join([f"{at}: {row['spill_bytes']} bytes", *row["remarks"]]))
-    return [(name, "; ".join(lines) or "none") for name, lines in found.items()]
+            if row["spill_bytes"]:
+                spills.append(f"{at}: {row['spill_bytes']}")
+            if row["remarks"]:
+                remarks.append(at)
+    return [
+        (name, ", ".join(spills) or "none", ", ".join(remarks) or "none") for name, (spills, remarks) in found.items()
+    ]
 
 
 if __name__ == "__main__":
