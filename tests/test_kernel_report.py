@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import subprocess
 import sys
@@ -13,8 +12,6 @@ from typing import Any
 import pytest
 from libra_kernels import sass
 from libra_kernels.launch import BLOCKS, PASSES
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton has no wheel here")
 
 ROOT = Path(__file__).parents[1]
 COLUMNS = {

@@ -3,7 +3,6 @@ must not be. Small kernels that do one thing each, and the real ones with tables
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 import ml_dtypes
@@ -12,8 +11,6 @@ import pytest
 from tile_problems import Case, make_tables
 from tile_runs import run
 from triton_interpreter import Interpreter, KernelError, Launch
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton has no wheel here")
 
 PROBES = """
 import triton

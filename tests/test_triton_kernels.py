@@ -3,8 +3,6 @@ and bit against bit. Every launch also checks each address, and that whatever it
 
 from __future__ import annotations
 
-import importlib.util
-
 import numpy as np
 import oracle
 import pytest
@@ -23,8 +21,6 @@ from tile_runs import (
     truth,
     work_of,
 )
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton has no wheel here")
 
 RAGGED = [[100, 1, 91], [190]]
 CASES = {

@@ -3,7 +3,6 @@ pages put where the tables say, the results of all ranks brought together."""
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 
 import jax
@@ -19,8 +18,6 @@ from tile_runs import FLOAT32, Results, assert_as_good_as_plain_jax, assert_same
 from libra_jax.plan import plan_pool
 from libra_jax.spec import PoolSpec
 from libra_jax.tables import PlanTables
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton has no wheel here")
 
 CP = 2
 
