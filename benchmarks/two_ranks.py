@@ -5,7 +5,7 @@ two share the work as the planner says, and exchange what that takes through glo
 processes. Forward, forward and backward of the attention operator, and a whole training step of a small Qwen3, in turn;
 beside each ratio the one that the planner's cost model predicts, with coefficients measured on this machine.
 
-Run: python -m benchmarks.two_ranks [--json FILE] [--report FILE] [--plot FILE]; under six minutes on two idle cores.
+Run: python -m benchmarks.two_ranks [--json FILE] [--report FILE] [--plot FILE]; about six minutes on two idle cores.
 """
 
 from __future__ import annotations

@@ -29,9 +29,13 @@ class Capacity:
 
     blocks: query blocks a rank may receive, all waves together.
     pages: key/value pages a rank may receive, all waves together.
-    sent_pages: page copies a rank may send, all waves together (a page with three readers counts three times).
+    sent_pages: page copies a rank may send from home, all waves together (a page sent to three ranks counts three
+        times).
     pair_blocks, pair_pages: what one rank may send to one other in one wave. Only the padded transports
         (`all_to_all`, `ppermute`) allocate by pair; None means the most that the other three allow.
+    passed_pages: pages a rank may get from relays in its node, all waves together, besides `pages`. Only with
+        `PoolSpec.ranks_per_node`; None means as many as `pages`.
+    relayed_pages: page copies a relay may pass on to its node, all waves together; None means as many as `pages`.
     """
 
     blocks: float
@@ -39,6 +43,8 @@ class Capacity:
     sent_pages: float
     pair_blocks: float | None = None
     pair_pages: float | None = None
+    passed_pages: float | None = None
+    relayed_pages: float | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -66,6 +72,9 @@ class PoolSpec:
         so 0 is as little as possible. A `Capacity` sets each by itself, and is refused where it is less than that.
     window: a query sees at most this many keys, its own included. None: all earlier keys of its document.
     dtype: the type of q, k and v that plans count bytes in ("float32", "bfloat16" or "float16").
+    ranks_per_node: neighbouring ranks of a pool that share a node. A page that several ranks of another node read then
+        crosses once, to one of them, its relay, which passes it on inside the node while the next wave computes: so it
+        takes at least 3 waves. None: every page comes straight from its home, also where a pool lies within one node.
 
     Raises ValueError with the rule and both numbers.
     """
@@ -82,11 +91,12 @@ class PoolSpec:
     capacity: Capacity | float | None = None
     window: int | None = None
     dtype: str = "bfloat16"
+    ranks_per_node: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "pool_size", "cp", "num_heads", "num_kv_heads", "head_dim", "block", "waves"):
             object.__setattr__(self, name, _positive_int(name, getattr(self, name)))
-        for name in ("v_head_dim", "window"):
+        for name in ("v_head_dim", "window", "ranks_per_node"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _positive_int(name, getattr(self, name)))
         if self.num_heads % self.num_kv_heads:
@@ -102,6 +112,8 @@ class PoolSpec:
             )
         if self.waves > _MOST_WAVES:
             raise ValueError(f"waves ({self.waves}) must be at most {_MOST_WAVES}")
+        if self.ranks_per_node is not None:
+            self._check_node(self.ranks_per_node)
         if self.window is not None:  # one longer than the sequence is as long as the sequence
             object.__setattr__(self, "window", min(self.window, self.seq_len))
         object.__setattr__(self, "dtype", _dtype_name(self.dtype))
@@ -120,7 +132,7 @@ class PoolSpec:
         need = head_parallel_capacity(self)
         for field in dataclasses.fields(Capacity):
             got, least = getattr(room, field.name), getattr(need, field.name)
-            if got is None:
+            if got is None or least is None:
                 continue
             if got < least and round(got * self.home_blocks) < round(least * self.home_blocks):
                 raise ValueError(
@@ -128,11 +140,31 @@ class PoolSpec:
                     f"plan, which has to fit always, needs with cp {self.cp} and {self.num_kv_heads} kv heads"
                 )
 
+    def _check_node(self, node: int) -> None:
+        larger, smaller = max(node, self.ranks), min(node, self.ranks)
+        if larger % smaller:
+            raise ValueError(
+                f"ranks_per_node ({node}) must divide pool_size * cp ({self.pool_size} * {self.cp} = {self.ranks}) or "
+                "be a multiple of it: pools begin and end with nodes"
+            )
+        if node >= self.ranks or node == 1:  # nothing to pass on
+            object.__setattr__(self, "ranks_per_node", None)
+        elif self.waves < 3:
+            raise ValueError(
+                f"waves ({self.waves}) must be at least 3 with ranks_per_node ({node}) in a pool of {self.ranks}: "
+                "what a relay passes on arrives a wave later"
+            )
+
     # Sizes that follow from the fields.
     @property
     def ranks(self) -> int:
         """Ranks in a pool, N = pool_size * cp. Rank p * cp + c holds part c of sequence p."""
         return self.pool_size * self.cp
+
+    @property
+    def node_ranks(self) -> int:
+        """Ranks among which relays pass pages on; 1 where there are no relays. Rank r is in node r // node_ranks."""
+        return self.ranks_per_node or 1
 
     @property
     def group(self) -> int:
@@ -196,6 +228,10 @@ class Room:
     sent_pages: int
     pair_blocks: int
     pair_pages: int
+    passed_pages: int = 1
+    relayed_pages: int = 1
+    pair_passed: int = 1
+    """What a relay may pass on to one rank in one wave."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -263,7 +299,11 @@ def _resolve(spec: PoolSpec) -> Room:
     pair_pages = min(home, pages, sent_pages)
     if asked.pair_pages is not None:
         pair_pages = min(whole(asked.pair_pages), pair_pages)
-    return Room(blocks, pages, sent_pages, pair_blocks, pair_pages)
+    if spec.ranks_per_node is None:
+        return Room(blocks, pages, sent_pages, pair_blocks, pair_pages)
+    passed = pages if asked.passed_pages is None else whole(asked.passed_pages)
+    relayed = pages if asked.relayed_pages is None else whole(asked.relayed_pages)
+    return Room(blocks, pages, sent_pages, pair_blocks, pair_pages, passed, relayed, min(passed, relayed))
 
 
 def _positive_int(name: str, value: object) -> int:

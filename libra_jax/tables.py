@@ -47,6 +47,20 @@ class PlanTables:
         the same for what goes home, at d's send_block_offsets and returned_page_offsets. Only the ragged transport
         needs them: there the sender says where its rows land.
     sum_offsets: (H + 1,), sum_rows: (SP,): for each home page the returned rows to add to it, in ascending order.
+
+    Where pools have relays (`spec.ranks_per_node`; M ranks in a node, 1 without; QP / LP rooms for passed and relayed
+    pages, 1 without). Passed pages, those that came through a relay, stand in slots from H + RP on. Exchange x, here
+    among the ranks of one node, runs beside the pool's exchange x; a page has come to its relay before that.
+
+    relay_pages: (LP,) received pages (0 to RP - 1) that this rank passes on, in sending order; relay_page_offsets:
+        (X, M + 1) which of them go to which rank of the node; passed_page_offsets: (X, M + 1) where they land, as
+        passed pages; passed_page_landings: (X, M) where in the room of rank m of the node lands what this rank passes.
+    return_passed: (QP,) passed pages in the order in which their gradients go back to their relays, each in the
+        exchange of the last wave that uses it; return_passed_offsets: (X, M + 1); relay_gradient_offsets: (X, M + 1)
+        where they land at the relay, 0 to LP - 1; relay_gradient_landings: (X, M) as above.
+    relay_sum_offsets: (RP + 1,), relay_sum_rows: (LP,): for each row of return_pages, what came back to the relay and
+        is added to it before it goes home, in ascending order. A row goes home in a later exchange than the last that
+        brings any of these, or in the last exchange, whose gradients go to relays first and home after that.
     """
 
     spec: PoolSpec
@@ -69,6 +83,16 @@ class PlanTables:
     gradient_landings: Table
     sum_offsets: Table
     sum_rows: Table
+    relay_pages: Table
+    relay_page_offsets: Table
+    passed_page_offsets: Table
+    passed_page_landings: Table
+    return_passed: Table
+    return_passed_offsets: Table
+    relay_gradient_offsets: Table
+    relay_gradient_landings: Table
+    relay_sum_offsets: Table
+    relay_sum_rows: Table
 
     def __post_init__(self) -> None:
         register_pytree()
@@ -110,7 +134,7 @@ _registering = threading.Lock()
 def table_shapes(spec: PoolSpec) -> dict[str, tuple[int, ...]]:
     """The shape of each table of one rank, behind the leading axes."""
     n, x, home, room = spec.ranks, spec.exchanges, spec.home_blocks, spec.room
-    offsets = (x, n + 1)
+    offsets, inside = (x, n + 1), (x, spec.node_ranks + 1)
     return {
         "entries": (home + room.blocks, 5),
         "wave_offsets": (spec.waves + 1,),
@@ -131,6 +155,16 @@ def table_shapes(spec: PoolSpec) -> dict[str, tuple[int, ...]]:
         "gradient_landings": (x, n),
         "sum_offsets": (home + 1,),
         "sum_rows": (room.sent_pages,),
+        "relay_pages": (room.relayed_pages,),
+        "relay_page_offsets": inside,
+        "passed_page_offsets": inside,
+        "passed_page_landings": (x, spec.node_ranks),
+        "return_passed": (room.passed_pages,),
+        "return_passed_offsets": inside,
+        "relay_gradient_offsets": inside,
+        "relay_gradient_landings": (x, spec.node_ranks),
+        "relay_sum_offsets": (room.pages + 1,),
+        "relay_sum_rows": (room.relayed_pages,),
     }
 
 
@@ -205,8 +239,16 @@ def build_tables(executor: np.ndarray, wave: np.ndarray, routing: Routing, work:
         gradient_landings=_landings(pages.returned_offsets),
         sum_offsets=_offsets(copies.reshape(n, home_blocks)),
         sum_rows=sum_rows,
+        **_nothing_passed(spec),
     )
     return tables.map(lambda table: table.reshape(spec.pool_size, spec.cp, *table.shape[1:]))
+
+
+def _nothing_passed(spec: PoolSpec) -> dict[str, np.ndarray]:
+    """The tables of relays where no page goes through one."""
+    names = PlanTables.table_names()
+    relays = names[names.index("relay_pages") :]
+    return {name: np.zeros((spec.ranks, *table_shapes(spec)[name]), np.int32) for name in relays}
 
 
 class _Transport(NamedTuple):

@@ -359,7 +359,7 @@ plans = libra_jax.stack_plans([libra_jax.plan_pool([[16]], spec)])
 assert "jax" not in sys.modules
 import jax
 libra_jax.libra_attention
-assert len(jax.tree.leaves(plans)) == 19
+assert len(jax.tree.leaves(plans)) == 29
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
@@ -382,7 +382,7 @@ import jax
 done.set()
 for thread in threads: thread.join()
 assert not errors, errors
-assert len(jax.tree.leaves(libra_jax.stack_plans([plan]))) == 19
+assert len(jax.tree.leaves(libra_jax.stack_plans([plan]))) == 29
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
@@ -392,7 +392,7 @@ def test_unpickled_tables_are_pytrees_where_jax_is():
     program = """
 import pickle, sys, jax
 plans = pickle.load(sys.stdin.buffer)
-assert len(jax.tree.leaves(plans)) == 19 and "libra_jax.attention" not in sys.modules
+assert len(jax.tree.leaves(plans)) == 29 and "libra_jax.attention" not in sys.modules
 """
     plans = pickle.dumps(stack_plans([plan_pool([[16]], spec)]))
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120, input=plans)
