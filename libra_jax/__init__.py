@@ -1,7 +1,7 @@
 """Libra for JAX: attention over packed sequences, balanced inside small fixed pools of them.
 
 The names below are the public surface. They are imported on first use, so that `import libra_jax` and the host-side
-modules (`spec`, `workload`, `placement`, `planner`, `plan`) stay cheap and never import jax.
+modules (`spec`, `links`, `workload`, `placement`, `planner`, `modelled`, `plan`) stay cheap and never import jax.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 _HOME = {
     "Capacity": "spec",
     "PoolSpec": "spec",
+    "Links": "links",
     "CostModel": "workload",
     "lengths_from_segment_ids": "workload",
     "place": "placement",
     "Plan": "plan",
     "PlanTables": "tables",
+    "plan_seconds": "modelled",
     "check_batch": "plan",
     "plan_pool": "plan",
     "stack_plans": "plan",
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from libra_jax.layers import LibraAttention as LibraAttention
     from libra_jax.layers import attention_fn as attention_fn
     from libra_jax.layers import use_plan as use_plan
+    from libra_jax.links import Links as Links
+    from libra_jax.modelled import plan_seconds as plan_seconds
     from libra_jax.placement import place as place
     from libra_jax.plan import Plan as Plan
     from libra_jax.plan import check_batch as check_batch

@@ -1,8 +1,8 @@
 """Who may import whom. The imports of every file are read from its syntax tree, so a forbidden one is found even where
 it is hidden in a function. The layers, each seeing only those before it:
 
-    spec, workload, placement, assignments, planner,
-    routing, tables, table_checks, memory, plan                     host side: NumPy only, never jax
+    spec, links, workload, placement, assignments, planner,
+    routing, tables, table_checks, modelled, memory, plan           host side: NumPy only, never jax
     hlo, schedule                                                   text of compiled programs: nothing but Python
     targets, processes, exchange, waves, attention, layers          device side
     data (host side only), models, train, preflight, cli
@@ -25,6 +25,7 @@ import libra_jax
 ROOT = Path(__file__).parent.parent
 HOST = [
     "spec",
+    "links",
     "workload",
     "placement",
     "assignments",
@@ -32,6 +33,7 @@ HOST = [
     "routing",
     "tables",
     "table_checks",
+    "modelled",
     "memory",
     "plan",
 ]
