@@ -26,7 +26,7 @@ from libra_jax import planner
 from libra_jax.placement import place
 from libra_jax.plan import Plan, plan_pool
 from libra_jax.planner import Policy
-from libra_jax.routing import PoolWork, assign_waves, route
+from libra_jax.routing import Copies, PoolWork, choose_relays, route, runs_of
 from libra_jax.spec import Capacity, PoolSpec, head_parallel_capacity
 from libra_jax.workload import block_pages, document_starts, sequence_seconds
 
@@ -187,15 +187,16 @@ def measure(batches: list[list[list[int]]], spec: PoolSpec, policy: Policy) -> d
 
 def room_needed(plan: Plan, work: PoolWork) -> dict[str, float]:
     """What the busiest rank needs of `Capacity`, in units of its home blocks."""
-    routes = route(plan.executor, assign_waves(plan.executor, work), work)
+    relays = choose_relays(runs_of(plan.executor, work), work)
+    routes = route(plan.executor, plan.wave, work, relays)
 
-    def most(ranks: np.ndarray) -> float:
-        return np.bincount(ranks, minlength=1).max() / work.spec.home_blocks
+    def most(ranks: np.ndarray, copies: Copies) -> float:
+        return np.bincount(ranks, copies.length, 1).max() / work.spec.home_blocks
 
     return {
-        "blocks": most(routes.blocks.executor),
-        "pages": most(routes.pages.executor),
-        "copies": most(routes.pages.home),
+        "blocks": most(routes.blocks.target, routes.blocks),
+        "pages": most(routes.pages.target, routes.pages),
+        "copies": most(routes.pages.source, routes.pages),
     }
 
 

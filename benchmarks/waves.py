@@ -20,7 +20,8 @@ from rich.console import Console
 from benchmarks.planner import CORPORA, SETTINGS, pools_of, sample_batches, table_of
 from benchmarks.reporting import machine, markdown
 from libra_jax import planner
-from libra_jax.routing import PoolWork, assign_waves, check_executor, route, stable_order
+from libra_jax.intervals import stable_order
+from libra_jax.routing import PoolWork, assign_waves, check_executor, route
 from libra_jax.spec import PoolSpec
 from libra_jax.workload import CostModel, block_pages
 
@@ -124,14 +125,17 @@ def traffic(
     result = spec.block * spec.group * spec.value_dim * spec.item_bytes
     query = spec.block_bytes - result
 
-    def count(rank: np.ndarray, exchange: np.ndarray) -> np.ndarray:
-        return np.bincount(rank * x + exchange, minlength=n * x).reshape(n, x)
+    def count(rank: np.ndarray, exchange: np.ndarray, items: np.ndarray) -> np.ndarray:
+        return np.bincount(rank * x + exchange, items, n * x).reshape(n, x)
 
     blocks, moved = routing.blocks, routing.pages
-    out = np.stack([count(side, blocks.arrives) for side in (blocks.home, blocks.executor)])
-    page = np.stack([count(side, moved.arrives) for side in (moved.home, moved.executor)]) * spec.page_bytes
-    home = np.stack([count(side, blocks.returns) for side in (blocks.executor, blocks.home)])
-    gradient = np.stack([count(side, moved.returns) for side in (moved.executor, moved.home)]) * spec.page_bytes
+    out = np.stack([count(side, blocks.arrives, blocks.length) for side in (blocks.source, blocks.target)])
+    page = (
+        np.stack([count(side, moved.arrives, moved.length) for side in (moved.source, moved.target)]) * spec.page_bytes
+    )
+    home = np.stack([count(side, blocks.returns, blocks.length) for side in (blocks.target, blocks.source)])
+    gradient = np.stack([count(side, moved.returns, moved.length) for side in (moved.target, moved.source)])
+    gradient = gradient * spec.page_bytes
     return pages, (out * query + page, home * result), (out * (query + result) + page, home * query + gradient)
 
 

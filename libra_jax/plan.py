@@ -14,7 +14,18 @@ import numpy as np
 
 from libra_jax import planner
 from libra_jax.planner import Policy
-from libra_jax.routing import PoolWork, Routing, assign_waves, check_executor, lack_of_room, rank_work, route
+from libra_jax.routing import (
+    Copies,
+    PoolWork,
+    Routing,
+    assign_waves,
+    check_executor,
+    choose_relays,
+    lack_of_room,
+    rank_work,
+    route,
+    runs_of,
+)
 from libra_jax.spec import PoolSpec, spec_differences
 from libra_jax.table_checks import check_tables
 from libra_jax.tables import PlanTables, build_tables
@@ -83,8 +94,9 @@ def plan_pool(
 
     executor = check_executor(policy(first_page, num_pages, spec, speeds), num_pages, spec)
     work = PoolWork(spec, first_page, num_pages, first_visible)
-    wave = assign_waves(executor, work)
-    routes = route(executor, wave, work)
+    relays = choose_relays(runs_of(executor, work), work)
+    wave = assign_waves(executor, work, relays)
+    routes = route(executor, wave, work, relays)
     fallback = lack_of_room(routes, spec)
     if fallback is not None:
         executor = planner.head_parallel(first_page, num_pages, spec, speeds)
@@ -170,18 +182,20 @@ def _statistics(
     ideal = visited.sum() / speed.sum()
     out_bytes = spec.block * spec.group * spec.value_dim * spec.item_bytes
     query_bytes = spec.block_bytes - out_bytes
-    left = np.bincount(routing.blocks.home, minlength=n)
-    came = np.bincount(routing.blocks.executor, minlength=n)
+
+    def count(rank: np.ndarray, copies: Copies) -> np.ndarray:
+        return np.bincount(rank, copies.length, n).astype(np.int64)
+
+    blocks, pages, passed = routing.blocks, routing.pages, routing.passed
+    left, came = count(blocks.source, blocks), count(blocks.target, blocks)
+    sent = count(pages.source, pages) + count(passed.source, passed)
+    received = count(pages.target, pages) + count(passed.target, passed)
     return PlanStats(
         work=visited,
         blocks=executed,
         imbalance=float((visited / speed).max() / ideal) if ideal else 1.0,
-        sent_bytes=left * query_bytes
-        + came * out_bytes
-        + np.bincount(routing.pages.home, minlength=n) * spec.page_bytes,
-        received_bytes=came * query_bytes
-        + left * out_bytes
-        + np.bincount(routing.pages.executor, minlength=n) * spec.page_bytes,
+        sent_bytes=left * query_bytes + came * out_bytes + sent * spec.page_bytes,
+        received_bytes=came * query_bytes + left * out_bytes + received * spec.page_bytes,
         ulysses_bytes=spec.home_blocks * (spec.block_bytes + spec.page_bytes) * (spec.cp - 1) // spec.cp,
         fallback=fallback,
     )

@@ -1,8 +1,8 @@
 """What has to travel for an assignment of blocks to ranks: which blocks, which pages, and in which exchange.
 
-Between a policy's answer (`planner`) and the tables (`tables`): cuts each rank's work into waves, finds every page that
-a rank reads but is not home to, once per rank, and says whether it all fits in the room that the spec sets aside.
-NumPy, whole arrays at a time: a pool of eight 256K sequences has 131,072 (block, kv head) pairs.
+Between a policy's answer (`planner`) and the tables (`tables`): chooses the relays of pages that several ranks of
+another node read, cuts each rank's work into waves, finds every page that a rank reads but is not home to, once per
+rank, and says whether it all fits in the room that the spec sets aside. NumPy, run by run (`intervals`).
 
 "unit" = one block of one lane, numbered (p * K + kv head) * blocks_per_sequence + block; also the page of that number.
 Letters as in `spec`, and: W waves, X exchanges.
@@ -14,7 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from libra_jax.intervals import covering, expand, stable_order, starts_within
 from libra_jax.spec import PoolSpec
+
+HOME, DIRECT, PASSED = range(3)
+"""Where a rank has a page from: it is home to it, its home sent it, or a relay passed it on."""
 
 
 class PoolWork(NamedTuple):
@@ -31,58 +35,97 @@ class PoolWork(NamedTuple):
         shape = (spec.pool_size, spec.num_kv_heads, spec.blocks_per_sequence)
         return np.broadcast_to(per_sequence[:, None], shape).reshape(-1)
 
-    def home(self) -> np.ndarray:
-        """(P * K * nb,) home rank of every unit, and of the page of the same number."""
-        spec = self.spec
-        part = np.arange(spec.blocks_per_sequence, dtype=np.int32) // spec.blocks_per_rank
-        return self.lanes(part + spec.cp * np.arange(spec.pool_size, dtype=np.int32)[:, None])
-
-    def home_slot(self) -> np.ndarray:
-        """(P * K * nb,) slot of every unit at its home."""
-        spec = self.spec
-        head = spec.blocks_per_rank * np.arange(spec.num_kv_heads, dtype=np.int32)[:, None]
-        block = np.arange(spec.blocks_per_sequence, dtype=np.int32) % spec.blocks_per_rank
-        return np.broadcast_to(head + block, (spec.pool_size, spec.num_kv_heads, block.size)).reshape(-1)
+    def near(self) -> np.ndarray:
+        """(P, nb) bool: blocks whose pages are all at the blocks' own home."""
+        width = self.spec.blocks_per_rank
+        block = np.arange(self.spec.blocks_per_sequence)
+        return (self.first_page // width == block // width) | (self.num_pages == 0)
 
     def local(self, executor: np.ndarray) -> np.ndarray:
         """(P * K * nb,) bool: units executed at home whose pages are all at home too."""
         spec = self.spec
-        block = np.arange(spec.blocks_per_sequence)
-        near = (self.first_page // spec.blocks_per_rank == block // spec.blocks_per_rank) | (self.num_pages == 0)
-        return self.lanes(near) & (executor.reshape(-1) == self.home())
+        part = np.arange(spec.blocks_per_sequence, dtype=np.int32) // spec.blocks_per_rank
+        home = part + spec.cp * np.arange(spec.pool_size, dtype=np.int32)[:, None]
+        return (self.near()[:, None] & (executor == home[:, None])).reshape(-1)
 
 
-class Routes(NamedTuple):
-    """One kind of item (blocks or pages) on its way from its home to an executor and back.
+class Runs(NamedTuple):
+    """Neighbouring blocks of a lane with one home, one executor and one wave. In the order of their units.
 
-    Per item, ordered by (lane, block): its unit number (the page of that number, for pages), its home, its executor,
-    the exchange that brings it and the one that takes the result back.
+    unit: of the first block. length: blocks. lane, begin: that unit's lane and block. rank: the executor. home: rank.
+    first_page: that of the first block; the run reads pages first_page to begin + length - 1 (a block visits the pages
+        from the first it may see up to its own, and the first never falls from one block to the next).
+    active: not padding. local: at home, with all pages at home. wave: (0 while not yet chosen).
     """
 
     unit: np.ndarray
+    length: np.ndarray
+    lane: np.ndarray
+    begin: np.ndarray
+    rank: np.ndarray
     home: np.ndarray
-    executor: np.ndarray
+    first_page: np.ndarray
+    active: np.ndarray
+    local: np.ndarray
+    wave: np.ndarray
+
+
+class Copies(NamedTuple):
+    """Runs of neighbouring items (blocks or pages) that go from one rank to another, and their results back.
+
+    unit: of the first; in ascending order. length: items. source, target: ranks. arrives, returns: the exchange that
+    brings them, and that which takes their results (outputs, or gradients of pages) back.
+    """
+
+    unit: np.ndarray
+    length: np.ndarray
+    source: np.ndarray
+    target: np.ndarray
     arrives: np.ndarray
     returns: np.ndarray
 
 
-class Runs(NamedTuple):
-    """Maximal runs of neighbouring units with one executor and one wave that share a page table.
+class PageRows(NamedTuple):
+    """Rows of the page tables, past the home pages: runs of neighbouring pages of one lane that a rank reads.
 
-    first, last: unit numbers. base: row of `pages` where the first page of the first unit stands; -1 while unknown.
+    In the order (rank, row). rank, row: whose table, and the row of the first. unit, length: the pages. kind: HOME,
+    DIRECT or PASSED. copy: the number of the copy in `Routing.pages` or `Routing.passed` that brings them; -1 at home.
     """
 
-    first: np.ndarray
-    last: np.ndarray
-    base: np.ndarray
+    rank: np.ndarray
+    row: np.ndarray
+    unit: np.ndarray
+    length: np.ndarray
+    kind: np.ndarray
+    copy: np.ndarray
 
 
 class Routing(NamedTuple):
-    blocks: Routes
-    pages: Routes
+    """All that `tables` writes down. base: (runs,) row of the page table where each run's first page stands."""
+
     runs: Runs
-    page_rows: tuple[np.ndarray, np.ndarray, np.ndarray]
-    """rank, row in `pages`, and page (unit number) of every page-table row past the home pages."""
+    base: np.ndarray
+    blocks: Copies
+    pages: Copies
+    """From home."""
+    passed: Copies
+    """From a relay, to the ranks of its node."""
+    relay_copy: np.ndarray
+    """For each of `passed`, the number of the copy in `pages` that brings the same pages to the relay."""
+    page_rows: PageRows
+
+
+class Relays(NamedTuple):
+    """Who passes which pages on. Elements: runs of neighbouring pages of a lane, for a node that is home to none.
+
+    point: (elements,) node * all pages + unit of the first page, ascending. rank: the relay of the pages from there to
+    the next point; -1 where there is none, because at most one rank of the node reads them.
+    reads: per read of passed pages (reader * all pages + unit of the first, the same of the last + 1), ascending.
+    """
+
+    point: np.ndarray
+    rank: np.ndarray
+    reads: tuple[np.ndarray, np.ndarray]
 
 
 def check_executor(executor: np.ndarray, num_pages: np.ndarray, spec: PoolSpec) -> np.ndarray:
@@ -108,32 +151,115 @@ def rank_work(executor: np.ndarray, num_pages: np.ndarray, spec: PoolSpec) -> np
     return np.stack([pages, np.bincount(ranks, each > 0, minlength=spec.ranks)], axis=-1).astype(np.int64)
 
 
-def assign_waves(executor: np.ndarray, work: PoolWork) -> np.ndarray:
+def runs_of(executor: np.ndarray, work: PoolWork, wave: np.ndarray | None = None) -> Runs:
+    """The longest runs of an assignment (P, K, nb), and of waves (P, K, nb) where they are known."""
+    spec = work.spec
+    nb, width = spec.blocks_per_sequence, spec.blocks_per_rank
+    near, active = work.near(), work.num_pages > 0
+    ends = (near[:, 1:] != near[:, :-1]) | (active[:, 1:] != active[:, :-1])
+    ends[:, width - 1 :: width] = True
+    starts = np.ones(executor.shape, bool)
+    starts[..., 1:] = (executor[..., 1:] != executor[..., :-1]) | ends[:, None]
+    if wave is not None:
+        starts[..., 1:] |= wave[..., 1:] != wave[..., :-1]
+    unit = np.flatnonzero(starts)
+    count = np.diff(unit, append=executor.size)
+    lane, begin = np.divmod(unit, nb)
+    sequence, rank = lane // spec.num_kv_heads, executor.reshape(-1)[unit]
+    home = (sequence * spec.cp + begin // width).astype(np.int32)
+    return Runs(
+        unit,
+        count,
+        lane,
+        begin,
+        rank,
+        home,
+        work.first_page[sequence, begin].astype(np.int64),
+        active[sequence, begin],
+        near[sequence, begin] & (rank == home),
+        np.zeros(unit.size, np.int32) if wave is None else wave.reshape(-1)[unit],
+    )
+
+
+def choose_relays(runs: Runs, work: PoolWork) -> Relays | None:
+    """Relays for the pages that two or more ranks of a node read and that none of the node is home to; None where
+    there are none.
+
+    One of the readers is the relay: it needs the page anyway. Readers take turns, a quarter of a part at a time.
+    """
+    spec = work.spec
+    if spec.ranks_per_node is None:
+        return None
+    node, nb, width, size = spec.node_ranks, spec.blocks_per_sequence, spec.blocks_per_rank, _units(spec)
+    reads = np.flatnonzero(runs.active & ~runs.local)
+    rank, low, high, _ = _union(*_read(runs, reads, nb))
+    turn = next(pages for pages in range(max(width // 4, 1), 0, -1) if width % pages == 0)
+    rank, low, high = _cut(rank, low, high, turn)
+    away = _home_of(low, spec) // node != rank // node
+    rank, low, high = rank[away], low[away], high[away]
+    offset = (rank // node).astype(np.int64) * size
+    point = np.unique(np.concatenate([offset + low, offset + high]))
+    which, element = covering(offset + low, offset + high, point)
+    order = stable_order(element)
+    which, element = which[order], element[order]
+    readers = np.bincount(element, minlength=point.size)
+    several = np.flatnonzero(readers > 1)
+    if not several.size:
+        return None
+    relay = np.full(point.size, -1, np.int32)
+    page = point[several] % size
+    first = (np.cumsum(readers) - readers)[several]
+    relay[several] = rank[which[first + (page // turn + page // nb) % readers[several]]]
+    passed = (relay[element] >= 0) & (relay[element] != rank[which])
+    element, reader = element[passed], rank[which[passed]]
+    begin = reader * np.int64(size) + point[element] % size
+    order = np.argsort(begin)
+    return Relays(point, relay, (begin[order], (begin + point[element + 1] - point[element])[order]))
+
+
+def assign_waves(executor: np.ndarray, work: PoolWork, relays: Relays | None = None) -> np.ndarray:
     """(P, K, nb) int: the wave that executes each unit.
 
     With one wave everything waits for the exchange. With two, wave 0 is what needs none. With more, ranks keep step:
     an exchange is over when the last rank has come to it, so a wave ends at the same fraction of its work on every
     rank (`wave_ends`). A rank works first on what needs no exchange, in wave 0 and on into later ones if there is more
-    of it, then on blocks from elsewhere, and last on blocks of its own, whose outputs have no way home to go.
+    of it, then on blocks from elsewhere, and last on blocks of its own, whose outputs have no way home to go. What
+    reads passed pages (`relays`: as `choose_relays` gives them) comes after what does not, and not before wave 2.
     """
     spec = work.spec
     if spec.waves == 1:
         return np.zeros(executor.shape, np.int32)
-    local = work.local(executor)
+    runs = runs_of(executor, work)
     if spec.waves == 2:
-        return np.where(local, 0, 1).astype(np.int32).reshape(executor.shape)
-    ranks, pages = executor.reshape(-1), work.lanes(work.num_pages)
-    turn = np.where(local, 0, np.where(ranks != work.home(), 1, 2))
-    order = stable_order(ranks * 3 + turn)
-    ranks, pages = ranks[order], pages[order].astype(np.int64)
-    total = np.bincount(ranks, pages, minlength=spec.ranks)
-    before = np.cumsum(pages) - pages - (np.cumsum(total) - total)[ranks]
-    part = (before + 0.5 * pages) / np.maximum(total, 1)[ranks]
-    chosen = np.searchsorted(wave_ends(spec.waves)[:-1], part, side="right")
-    chosen = np.where(local[order], chosen, np.maximum(chosen, 1))
-    wave = np.empty(executor.size, np.int32)
-    wave[order] = np.where(pages > 0, chosen, 0)
-    return wave.reshape(executor.shape)
+        return np.repeat(np.where(runs.local, 0, 1).astype(np.int32), runs.length).reshape(executor.shape)
+    waits = _reads_passed(runs, relays, spec)
+    before = np.concatenate(
+        [[0], np.cumsum(work.num_pages, dtype=np.int64)]
+    )  # pages of all blocks before, head by head
+    at = runs.lane // spec.num_kv_heads * spec.blocks_per_sequence + runs.begin
+    pages = before[at + runs.length] - before[at]
+    order = stable_order(np.where(runs.local, 0, np.where(runs.rank != runs.home, 1 + waits, 3)), runs.rank)
+    total = np.bincount(runs.rank, pages, spec.ranks).astype(np.int64)
+    done = np.cumsum(pages[order])  # by all ranks before, and by this one
+    start = np.empty_like(pages)  # what a rank has done before a run
+    start[order] = done - pages[order] - (np.cumsum(total) - total)[runs.rank[order]]
+
+    # Where each rank's waves end: inside of some run, at the first block whose middle lies beyond.
+    ends = wave_ends(spec.waves)[:-1]
+    busy = np.flatnonzero(total)
+    goal = ends * total[busy, None]
+    run = order[np.searchsorted(done, goal + (np.cumsum(total) - total)[busy, None], side="right")]
+    middle = before[:-1] + 0.5 * work.num_pages.reshape(-1)
+    block = np.searchsorted(middle, before[at[run]] + goal - start[run])
+    inside = np.clip(block - at[run], 0, runs.length[run] - 1)
+    unit = np.unique(np.concatenate([runs.unit, (runs.unit[run] + inside).reshape(-1)]))
+    whole = np.searchsorted(runs.unit, unit, side="right") - 1
+    first = at[whole] + unit - runs.unit[whole]
+    part = (start[whole] - before[at[whole]] + middle[first]) / np.maximum(total, 1)[runs.rank[whole]]
+    wave = np.searchsorted(ends, part, side="right")
+    wave = np.maximum(wave, np.where(runs.local, 0, 1 + waits)[whole])
+    wave = np.where(runs.active[whole], wave, 0).astype(np.int32)
+    return np.repeat(wave, np.diff(unit, append=executor.size)).reshape(executor.shape)
 
 
 def wave_ends(waves: int) -> np.ndarray:
@@ -146,107 +272,163 @@ def wave_ends(waves: int) -> np.ndarray:
     return np.cumsum(size) / size.sum()
 
 
-def route(executor: np.ndarray, wave: np.ndarray, work: PoolWork) -> Routing:
-    """What has to travel for this assignment: each block once, each page once to every rank that reads it."""
-    spec = work.spec
-    ex, exchange, home = executor.reshape(-1), (wave - (spec.waves > 1)).reshape(-1), work.home()
-    moved = np.flatnonzero(ex != home)
-    blocks = Routes(moved, home[moved], ex[moved], exchange[moved], exchange[moved])
+def route(executor: np.ndarray, wave: np.ndarray, work: PoolWork, relays: Relays | None = None) -> Routing:
+    """What has to travel for this assignment: each block once, each page once to every rank that reads it.
 
-    # Runs of neighbours that share executor, wave and lane. A run's pages are one interval: a block visits the pages
-    # from the first it may see up to its own, and the first never falls from one block to the next.
-    nb = spec.blocks_per_sequence
-    active = work.lanes(work.num_pages) > 0
+    executor, wave: (P, K, nb), waves as `assign_waves` gives them with the same relays.
+    """
+    spec, size = work.spec, _units(work.spec)
+    runs = runs_of(executor, work, wave)
+    exchange = runs.wave - (spec.waves > 1)
+    moved = np.flatnonzero(runs.rank != runs.home)
+    blocks = Copies(
+        runs.unit[moved], runs.length[moved], runs.home[moved], runs.rank[moved], exchange[moved], exchange[moved]
+    )
+
     # A wave reads a page by one row of the page table (`libra_kernels.Tiles`). In wave 0, where nothing else runs,
     # local runs read the home pages at its head; in other waves they share the rows of the runs that are not local.
-    own_rows = spec.waves > 1 or spec.ranks == 1
-    local = work.local(executor) & (wave.reshape(-1) == 0) if own_rows else np.zeros(ex.size, bool)
-    starts = np.ones(ex.size, bool)
-    starts[1:] = (ex[1:] != ex[:-1]) | (exchange[1:] != exchange[:-1]) | (local[1:] != local[:-1])
-    starts[1:] |= active[1:] != active[:-1]
-    starts[::nb] = True
-    first = np.flatnonzero(starts)
-    last = np.append(first[1:], ex.size) - 1
-    keep = active[first]
-    first, last = first[keep], last[keep]
-    first_page = work.lanes(work.first_page)
-    page_of = first - first % nb + first_page[first]
-    base = np.where(local[first], work.home_slot()[page_of], -1)
+    base = np.zeros(runs.unit.size, np.int64)
+    head = runs.active & runs.local & (runs.wave == 0) & (spec.waves > 1 or spec.ranks == 1)
+    base[head] = home_slots(runs.unit[head] - runs.begin[head] + runs.first_page[head], spec)
+    far = np.flatnonzero(runs.active & ~head)
+    far = far[stable_order(runs.rank[far])]
+    low, high = _read(runs, far, spec.blocks_per_sequence)[1:]
+    rank, start, end, union = _union(runs.rank[far], low, high)
+    base[far] = spec.home_blocks + starts_within(rank, end - start, spec.ranks)[union] + low - start[union]
 
-    far = np.flatnonzero(base < 0)
-    lane, rank = first[far] // nb, ex[first[far]]
-    pair_key, pair = np.unique(rank.astype(np.int64) * (spec.pool_size * spec.num_kv_heads) + lane, return_inverse=True)
-    pair_rank, pair_lane = np.divmod(pair_key, spec.pool_size * spec.num_kv_heads)
-    begin, end = page_of[far] % nb, last[far] % nb + 1
-    # (pairs, nb) the first and last exchange whose wave reads the page; `never` where none does.
-    never = spec.exchanges
-    first_use = np.full((pair_key.size, nb), never, np.int8)
-    last_use = np.full((pair_key.size, nb), -1, np.int8)
+    # Elements: pages that lie at one home, are read by the same runs of a node, and have one relay.
+    offset = (rank // spec.node_ranks).astype(np.int64) * size
+    parts, cut, _ = _cut(np.arange(rank.size), start, end, spec.blocks_per_rank)
+    points = [offset[parts] + cut, offset + end, offset[union] + low, offset[union] + high]
+    point = np.unique(np.concatenate(points if relays is None else [*points, relays.point]))
+    which, element = covering(offset + start, offset + end, point)
+    reader, unit = rank[which], point[element] % size
+    count = point[element + 1] - point[element]
+    # The first and the last exchange whose waves read each element, rank by rank.
+    number = np.searchsorted(which, np.arange(rank.size))[union] - element[np.searchsorted(which, union)]
+    begin, stop = (number + np.searchsorted(point, offset[union] + edge) for edge in (low, high))
+    first, last = np.full(which.size, spec.exchanges, np.int32), np.full(which.size, -1, np.int32)
     for x in range(spec.exchanges):
-        runs_x = exchange[first[far]] == x
-        step = np.zeros((pair_key.size, nb + 1), np.int32)
-        np.add.at(step, (pair[runs_x], begin[runs_x]), 1)
-        np.add.at(step, (pair[runs_x], end[runs_x]), -1)
-        read = np.cumsum(step[:, :-1], axis=1) > 0
-        first_use[read & (first_use == never)] = x
-        last_use[read] = x
-    flat = np.flatnonzero(last_use >= 0)
-    row_pair, row_page = np.divmod(flat, nb)
-    row_rank, row_unit = pair_rank[row_pair], pair_lane[row_pair] * nb + row_page
-    in_rank = rank_within(row_rank, spec.ranks)
-    base[far] = spec.home_blocks + in_rank[np.searchsorted(flat, pair * nb + begin)]
+        read_by = exchange[far] == x
+        opened, closed = (np.bincount(edge[read_by], minlength=which.size + 1) for edge in (begin, stop))
+        read = np.cumsum(opened - closed)[:-1] > 0
+        first[read & (first == spec.exchanges)] = x
+        last[read] = x
 
-    remote = home[row_unit] != row_rank
-    pages = Routes(
-        row_unit[remote],
-        home[row_unit[remote]],
-        row_rank[remote].astype(np.int32),
-        first_use.reshape(-1)[flat[remote]].astype(np.int32),
-        last_use.reshape(-1)[flat[remote]].astype(np.int32),
-    )
-    return Routing(blocks, pages, Runs(first, last, base), (row_rank, spec.home_blocks + in_rank, row_unit))
+    source = _home_of(unit, spec)
+    kind = np.where(source == reader, HOME, DIRECT)
+    arrives, returns, relay_copy = first, last, np.zeros(0, np.int64)
+    if relays is not None:
+        relay = relays.rank[np.searchsorted(relays.point, point, side="right") - 1][element]
+        passed = (relay >= 0) & (relay != reader)
+        kind[passed] = PASSED
+        at_relay = np.full(point.size, -1)
+        at_relay[element[relay == reader]] = np.flatnonzero(relay == reader)
+        via = at_relay[element[passed]]
+        source[passed] = reader[via]
+        # What it passes on comes to a relay an exchange earlier, and stays until it has all gradients.
+        np.minimum.at(arrives, via, first[passed] - 1)
+        np.maximum.at(returns, via, np.minimum(last[passed] + 1, spec.exchanges - 1))
+        relay_copy = (np.cumsum(kind == DIRECT) - 1)[via]
+    copy = np.full(kind.size, -1)
+
+    def copies(wanted: int) -> Copies:
+        chosen = np.flatnonzero(kind == wanted)
+        copy[chosen] = np.arange(chosen.size)
+        return Copies(*(x[chosen] for x in (unit, count, source, reader, arrives, returns)))
+
+    pages, passed_pages = copies(DIRECT), copies(PASSED)
+    row = spec.home_blocks + starts_within(reader, count, spec.ranks)
+    return Routing(runs, base, blocks, pages, passed_pages, relay_copy, PageRows(reader, row, unit, count, kind, copy))
 
 
 def lack_of_room(routing: Routing, spec: PoolSpec) -> str | None:
     """Which room of the spec the plan exceeds, in words; None when it fits."""
     room, n = spec.room, spec.ranks
 
-    def pairs(items: Routes, exchange: np.ndarray) -> int:
-        key = (items.home.astype(np.int64) * n + items.executor) * spec.exchanges + exchange
-        return int(np.bincount(key).max(initial=0))
+    def pairs(items: Copies, exchange: np.ndarray) -> int:
+        key = (items.source.astype(np.int64) * n + items.target) * spec.exchanges + exchange
+        return int(np.bincount(key, items.length).max(initial=0))
 
-    def most(ranks: np.ndarray) -> int:
-        return int(np.bincount(ranks).max(initial=0))
+    def most(ranks: np.ndarray, items: Copies) -> int:
+        return int(np.bincount(ranks, items.length).max(initial=0))
 
-    blocks, pages = routing.blocks, routing.pages
+    blocks, pages, passed = routing.blocks, routing.pages, routing.passed
     for name, need, have in (
-        ("received blocks", most(blocks.executor), room.blocks),
-        ("received pages", most(pages.executor), room.pages),
-        ("sent pages", most(pages.home), room.sent_pages),
+        ("received blocks", most(blocks.target, blocks), room.blocks),
+        ("received pages", most(pages.target, pages), room.pages),
+        ("sent pages", most(pages.source, pages), room.sent_pages),
         ("blocks from one rank to another", pairs(blocks, blocks.arrives), room.pair_blocks),
         ("pages from one rank to another", pairs(pages, pages.arrives), room.pair_pages),
         ("page gradients from one rank to another", pairs(pages, pages.returns), room.pair_pages),
+        ("passed pages", most(passed.target, passed), room.passed_pages),
+        ("relayed pages", most(passed.source, passed), room.relayed_pages),
+        ("relayed pages from one rank to another", pairs(passed, passed.arrives), room.pair_passed),
+        ("relayed gradients from one rank to another", pairs(passed, passed.returns), room.pair_passed),
     ):
         if need > have:
             return f"the plan needs room for {need} {name}, the spec's capacity gives {have}"
     return None
 
 
-def stable_order(*keys: np.ndarray) -> np.ndarray:
-    """Order that sorts by the last key, then the one before it, and so on; ties keep their place (as np.lexsort).
+def home_slots(unit: np.ndarray, spec: PoolSpec) -> np.ndarray:
+    """The slot of each unit at its home, and of the page of the same number."""
+    lane, block = np.divmod(unit, spec.blocks_per_sequence)
+    return lane % spec.num_kv_heads * spec.blocks_per_rank + block % spec.blocks_per_rank
 
-    Small non-negative integers only. NumPy sorts 16-bit integers by radix, many times faster than wider ones.
+
+def _home_of(unit: np.ndarray, spec: PoolSpec) -> np.ndarray:
+    """The home rank of each unit."""
+    lane, block = np.divmod(unit, spec.blocks_per_sequence)
+    return (lane // spec.num_kv_heads * spec.cp + block // spec.blocks_per_rank).astype(np.int32)
+
+
+def _units(spec: PoolSpec) -> int:
+    return spec.pool_size * spec.num_kv_heads * spec.blocks_per_sequence
+
+
+def _read(runs: Runs, chosen: np.ndarray, nb: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Who reads which pages: rank, unit of the first page, unit of the last + 1."""
+    lane_begin = runs.unit[chosen] - runs.begin[chosen]
+    return runs.rank[chosen], lane_begin + runs.first_page[chosen], runs.unit[chosen] + runs.length[chosen]
+
+
+def _union(
+    rank: np.ndarray, low: np.ndarray, high: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Intervals of each rank joined where they touch: rank, low, high, and for each that came in which it is part of.
+
+    Neither end falls from one interval of a rank to the next; the result is in ascending order of rank.
     """
-    order = None
-    for key in keys:
-        narrow = key.astype(np.uint16) if key.size == 0 or key.max() < 2**16 else key
-        step = np.argsort(narrow if order is None else narrow[order], kind="stable")
-        order = step if order is None else order[step]
-    assert order is not None
-    return order
+    order = stable_order(rank)
+    rank, low, high = rank[order], low[order], high[order]
+    new = np.ones(rank.size, bool)
+    new[1:] = (rank[1:] != rank[:-1]) | (low[1:] > high[:-1])
+    first = np.flatnonzero(new)
+    part_of = np.empty(rank.size, np.int64)
+    part_of[order] = np.cumsum(new) - 1
+    return rank[first], low[first], high[np.append(first[1:], rank.size) - 1] if rank.size else high, part_of
 
 
-def rank_within(rank: np.ndarray, ranks: int) -> np.ndarray:
-    """For ranks in ascending order: the position of each item among the items of its rank."""
-    count = np.bincount(rank, minlength=ranks)
-    return (np.arange(rank.size) - np.repeat(np.cumsum(count) - count, count)).astype(np.int32)
+def _cut(
+    owner: np.ndarray, low: np.ndarray, high: np.ndarray, length: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Intervals cut at the multiples of `length`: owner, low, high."""
+    cells = -(-high // length) - low // length
+    cell = expand(low // length, cells).astype(np.int64)
+    return (
+        np.repeat(owner, cells),
+        np.maximum(np.repeat(low, cells), cell * length),
+        np.minimum(np.repeat(high, cells), (cell + 1) * length),
+    )
+
+
+def _reads_passed(runs: Runs, relays: Relays | None, spec: PoolSpec) -> np.ndarray:
+    """(runs,) bool: which read a page that a relay passes on."""
+    if relays is None:
+        return np.zeros(runs.unit.size, bool)
+    rank, low, high = _read(runs, np.arange(runs.unit.size), spec.blocks_per_sequence)
+    offset = rank.astype(np.int64) * _units(spec)
+    begin, end = relays.reads
+    over = np.searchsorted(end, offset + low, side="right")
+    return runs.active & (np.searchsorted(begin, offset + high) > over)

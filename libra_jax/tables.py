@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from libra_jax.routing import PoolWork, Routes, Routing, rank_within, stable_order
+from libra_jax.intervals import covering, expand, offsets, rows, stable_order, starts_within
+from libra_jax.routing import DIRECT, Copies, PageRows, PoolWork, Routing, home_slots
 from libra_jax.spec import PoolSpec
 
 Table = Any
@@ -35,7 +36,7 @@ class PlanTables:
     entries: (H + RB, 5) executed blocks, ordered by (wave, sequence, kv head, block), the sequence of the longest
         document last: GPU kernels start from the end. Columns as in `libra_kernels.Tiles`.
     wave_offsets: (W + 1,) wave w executes entries wave_offsets[w] to wave_offsets[w + 1].
-    pages: (2 H + RP,) page slots that entries point into. The first H rows are the home pages themselves.
+    pages: (2 H + RP + QP,) page slots that entries point into. The first H rows are the home pages themselves.
     first_visible: (seq_len / cp,) lowest position each home token may see, `PADDING` for padding.
     send_blocks: (H,) home slots in sending order; send_block_offsets: (X, N + 1) which of them go where.
     recv_block_offsets: (X, N + 1) where they land, as received blocks.
@@ -138,7 +139,7 @@ def table_shapes(spec: PoolSpec) -> dict[str, tuple[int, ...]]:
     return {
         "entries": (home + room.blocks, 5),
         "wave_offsets": (spec.waves + 1,),
-        "pages": (2 * home + room.pages,),
+        "pages": (2 * home + room.pages + (room.passed_pages if spec.ranks_per_node else 0),),
         "first_visible": (spec.tokens_per_rank,),
         "send_blocks": (home,),
         "send_block_offsets": offsets,
@@ -169,156 +170,198 @@ def table_shapes(spec: PoolSpec) -> dict[str, tuple[int, ...]]:
 
 
 def build_tables(executor: np.ndarray, wave: np.ndarray, routing: Routing, work: PoolWork) -> PlanTables:
+    """All tables of a pool. executor, wave: (P, K, nb), and what `routing.route` makes of them."""
     spec = work.spec
-    n, home_blocks, room = spec.ranks, spec.home_blocks, spec.room
-    home_slot = work.home_slot()
-    blocks, pages = _transport(routing.blocks, spec, home_slot), _transport(routing.pages, spec, home_slot)
-
-    # Entries: every unit once, on its executor.
-    q_slot = home_slot.copy()
-    q_slot[routing.blocks.unit] = home_blocks + blocks.landing
-    first_page = work.lanes(work.first_page)
-    page_base = np.zeros(executor.size, np.int32)
-    run_length = routing.runs.last - routing.runs.first + 1
-    in_run = _expand(routing.runs.first, run_length)
-    run_first = np.repeat(routing.runs.first, run_length)
-    page_base[in_run] = np.repeat(routing.runs.base, run_length) + first_page[in_run] - first_page[run_first]
-    lightest_first = np.argsort(work.num_pages.max(axis=1), kind="stable")
-    units = np.arange(executor.size, dtype=np.int32).reshape(spec.pool_size, -1)[lightest_first].reshape(-1)
-    order = units[stable_order(wave.reshape(-1)[units], executor.reshape(-1)[units])]
-    rank = executor.reshape(-1)[order]
-    columns = np.stack(
-        [
-            q_slot[order],
-            (order % spec.blocks_per_sequence).astype(np.int32),
-            first_page[order],
-            work.lanes(work.num_pages)[order],
-            page_base[order],
-        ],
-        axis=1,
-    )
-    entries = np.zeros((n, home_blocks + room.blocks, 5), np.int32)
-    entries[rank, rank_within(rank, n)] = columns
-    per_wave = np.bincount(executor.reshape(-1) * spec.waves + wave.reshape(-1), minlength=n * spec.waves)
-    wave_offsets = _offsets(per_wave.reshape(n, spec.waves))
-
-    # Page table: the home pages, then what the runs with remote pages read.
-    page_slot = np.zeros((n, 2 * home_blocks + room.pages), np.int32)
-    page_slot[:, :home_blocks] = np.arange(home_blocks)
-    row_rank, row, row_unit = routing.page_rows
-    slot = home_slot[row_unit]
-    remote = work.home()[row_unit] != row_rank
-    slot[remote] = home_blocks + pages.landing
-    page_slot[row_rank, row] = slot
-
-    # Sums at home: returned rows grouped by the home page they belong to.
-    by_slot = stable_order(pages.returned, home_slot[routing.pages.unit], routing.pages.home)
-    by_slot_home = routing.pages.home[by_slot]
-    sum_rows = np.zeros((n, room.sent_pages), np.int32)
-    sum_rows[by_slot_home, rank_within(by_slot_home, n)] = pages.returned[by_slot]
-    copies = np.bincount(routing.pages.home * home_blocks + home_slot[routing.pages.unit], minlength=n * home_blocks)
-
+    n, home, room = spec.ranks, spec.home_blocks, spec.room
+    blocks, pages = _transport(routing.blocks, spec), _transport(routing.pages, spec)
+    sent_slots = home_slots(routing.pages.unit, spec)
+    sum_offsets, sum_rows = _sums_at_home(routing.pages, pages, spec)
     tables = PlanTables(
         spec=spec,
-        entries=entries,
-        wave_offsets=wave_offsets,
-        pages=page_slot,
+        entries=_entries(routing, blocks, work),
+        wave_offsets=_wave_offsets(executor, wave, spec),
+        pages=_page_table(routing.page_rows, pages, _transport(routing.passed, spec, inside=True), spec),
         first_visible=np.ascontiguousarray(work.first_visible.reshape(n, spec.tokens_per_rank), np.int32),
-        send_blocks=_rows(blocks.send_slots, home_blocks),
-        send_block_offsets=blocks.send_offsets,
-        recv_block_offsets=blocks.recv_offsets,
-        send_pages=_rows(pages.send_slots, room.sent_pages),
-        send_page_offsets=pages.send_offsets,
-        recv_page_offsets=pages.recv_offsets,
-        return_pages=_rows(pages.return_rows, room.pages),
-        return_page_offsets=pages.return_offsets,
+        send_blocks=_listed(
+            blocks.sent, routing.blocks.source, home_slots(routing.blocks.unit, spec), routing.blocks, n, home
+        ),
+        send_block_offsets=blocks.sent_offsets,
+        recv_block_offsets=blocks.landed_offsets,
+        send_pages=_listed(pages.sent, routing.pages.source, sent_slots, routing.pages, n, room.sent_pages),
+        send_page_offsets=pages.sent_offsets,
+        recv_page_offsets=pages.landed_offsets,
+        return_pages=_listed(pages.back, routing.pages.target, pages.landed, routing.pages, n, room.pages),
+        return_page_offsets=pages.back_offsets,
         returned_page_offsets=pages.returned_offsets,
-        block_landings=_landings(blocks.recv_offsets),
-        page_landings=_landings(pages.recv_offsets),
+        block_landings=_landings(blocks.landed_offsets),
+        page_landings=_landings(pages.landed_offsets),
         result_landings=_landings(blocks.returned_offsets),
         gradient_landings=_landings(pages.returned_offsets),
-        sum_offsets=_offsets(copies.reshape(n, home_blocks)),
+        sum_offsets=sum_offsets,
         sum_rows=sum_rows,
-        **_nothing_passed(spec),
+        **_relay_tables(routing, pages, spec),
     )
     return tables.map(lambda table: table.reshape(spec.pool_size, spec.cp, *table.shape[1:]))
 
 
-def _nothing_passed(spec: PoolSpec) -> dict[str, np.ndarray]:
-    """The tables of relays where no page goes through one."""
-    names = PlanTables.table_names()
-    relays = names[names.index("relay_pages") :]
-    return {name: np.zeros((spec.ranks, *table_shapes(spec)[name]), np.int32) for name in relays}
-
-
 class _Transport(NamedTuple):
-    """Positions of one kind of item on its way. `*_slots` and `*_rows` are (rank, position, value) triples."""
+    """Where the first item of each copy stands, on its way there and back, and the offsets (N, X, peers + 1).
 
-    landing: np.ndarray
-    """Position of each item among what its executor receives."""
+    sent: among what its source sends. landed: among what its target receives. back: among the results that the target
+    sends back. returned: among those that the source gets back.
+    """
+
+    sent: np.ndarray
+    landed: np.ndarray
+    back: np.ndarray
     returned: np.ndarray
-    """Position of each item's result among what its home gets back."""
-    send_slots: tuple[np.ndarray, np.ndarray, np.ndarray, int]
-    return_rows: tuple[np.ndarray, np.ndarray, np.ndarray, int]
-    send_offsets: np.ndarray
-    recv_offsets: np.ndarray
-    return_offsets: np.ndarray
+    sent_offsets: np.ndarray
+    landed_offsets: np.ndarray
+    back_offsets: np.ndarray
     returned_offsets: np.ndarray
 
 
-def _transport(items: Routes, spec: PoolSpec, home_slot: np.ndarray) -> _Transport:
-    n, x = spec.ranks, spec.exchanges
+def _transport(copies: Copies, spec: PoolSpec, inside: bool = False) -> _Transport:
+    """inside: among the ranks of a node, which are the peers."""
+    n, x, peers = spec.ranks, spec.exchanges, spec.node_ranks if inside else spec.ranks
 
     def ordered(exchange: np.ndarray, near: np.ndarray, far: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Each item's position at rank `near` in the order (exchange, far, lane, block), and (N, X, N + 1) offsets."""
+        """Positions at rank `near` in the order (exchange, far, lane, block)."""
         order = stable_order(far, exchange, near)
         position = np.empty(order.size, np.int32)
-        position[order] = rank_within(near[order], n)
-        count = np.bincount((near.astype(np.int64) * x + exchange) * n + far, minlength=n * x * n).reshape(n, x * n)
-        flat = _offsets(count)
-        # Row x: N + 1 offsets that start where exchange x starts.
-        return position, flat[:, np.arange(x)[:, None] * n + np.arange(n + 1)]
+        position[order] = starts_within(near[order], copies.length[order], n)
+        cell = (near.astype(np.int64) * x + exchange) * peers + far % peers
+        flat = offsets(np.bincount(cell, copies.length, n * x * peers).astype(np.int64).reshape(n, x * peers))
+        # Row x: peers + 1 offsets that start where exchange x starts.
+        return position, flat[:, np.arange(x)[:, None] * peers + np.arange(peers + 1)]
 
-    sent, send_offsets = ordered(items.arrives, items.home, items.executor)
-    landing, recv_offsets = ordered(items.arrives, items.executor, items.home)
-    if items.returns is items.arrives or x == 1:  # the way back is the way there: nothing new to sort
-        back, return_offsets, returned, returned_offsets = landing, recv_offsets, sent, send_offsets
+    sent, sent_offsets = ordered(copies.arrives, copies.source, copies.target)
+    landed, landed_offsets = ordered(copies.arrives, copies.target, copies.source)
+    if copies.returns is copies.arrives or x == 1:  # the way back is the way there: nothing new to sort
+        back, back_offsets, returned, returned_offsets = landed, landed_offsets, sent, sent_offsets
     else:
-        back, return_offsets = ordered(items.returns, items.executor, items.home)
-        returned, returned_offsets = ordered(items.returns, items.home, items.executor)
-    return _Transport(
-        landing=landing,
-        returned=returned,
-        send_slots=(items.home, sent, home_slot[items.unit], n),
-        return_rows=(items.executor, back, landing, n),
-        send_offsets=send_offsets,
-        recv_offsets=recv_offsets,
-        return_offsets=return_offsets,
-        returned_offsets=returned_offsets,
-    )
+        back, back_offsets = ordered(copies.returns, copies.target, copies.source)
+        returned, returned_offsets = ordered(copies.returns, copies.source, copies.target)
+    return _Transport(sent, landed, back, returned, sent_offsets, landed_offsets, back_offsets, returned_offsets)
 
 
-def _landings(offsets: np.ndarray) -> np.ndarray:
-    """(N receivers, X, N + 1 senders) offsets of the receivers -> (N senders, X, N receivers): each sender's own."""
-    return np.ascontiguousarray(offsets[:, :, :-1].transpose(2, 1, 0))
+def _entries(routing: Routing, blocks: _Transport, work: PoolWork) -> np.ndarray:
+    """(N, H + RB, 5): every block once, on its executor."""
+    spec, runs = work.spec, routing.runs
+    slot = home_slots(runs.unit, spec)
+    slot[runs.rank != runs.home] = spec.home_blocks + blocks.landed
+    lightest_first = np.argsort(np.argsort(work.num_pages.max(axis=1), kind="stable"))
+    sequence = runs.lane // spec.num_kv_heads
+    order = stable_order(lightest_first[sequence], runs.wave, runs.rank)
+    count = runs.length[order]
+    block = expand(runs.begin[order], count)
+    at = np.repeat((sequence[order] * spec.blocks_per_sequence).astype(np.int32), count) + block
+    first_page = work.first_page.reshape(-1)[at].astype(np.int32, copy=False)
+    row = np.where(runs.active, routing.base - runs.first_page, 0)[order].astype(np.int32)
+    columns = np.empty((block.size, 5), np.int32)
+    columns[:, 0] = expand(slot[order], count)
+    columns[:, 1] = block
+    columns[:, 2] = first_page
+    columns[:, 3] = work.num_pages.reshape(-1)[at]
+    # From the row of the run's first page on; a block of padding has no pages, and any row will do.
+    columns[:, 4] = np.where(columns[:, 3] > 0, np.repeat(row, count) + first_page, 0)
+    entries = np.zeros((spec.ranks, spec.home_blocks + spec.room.blocks, 5), np.int32)
+    executed = np.bincount(runs.rank, runs.length, spec.ranks).astype(np.int64)
+    for rank, end in enumerate(np.cumsum(executed)):
+        entries[rank, : executed[rank]] = columns[end - executed[rank] : end]
+    return entries
 
 
-def _rows(triples: tuple[np.ndarray, np.ndarray, np.ndarray, int], size: int) -> np.ndarray:
-    """(N, size) int32 with value at [rank, position], 0 elsewhere."""
-    rank, position, value, ranks = triples
-    table = np.zeros((ranks, size), np.int32)
-    table[rank, position] = value
+def _wave_offsets(executor: np.ndarray, wave: np.ndarray, spec: PoolSpec) -> np.ndarray:
+    """(N, W + 1)"""
+    cells = executor.reshape(-1) * spec.waves + wave.reshape(-1)
+    return offsets(np.bincount(cells, minlength=spec.ranks * spec.waves).reshape(spec.ranks, spec.waves))
+
+
+def _page_table(rows_: PageRows, pages: _Transport, passed: _Transport, spec: PoolSpec) -> np.ndarray:
+    """(N, 2 H + RP + QP): the home pages, then what the runs with remote pages read."""
+    table = np.zeros((spec.ranks, *table_shapes(spec)["pages"]), np.int32)
+    home = spec.home_blocks
+    table[:, :home] = np.arange(home)
+    slot = home_slots(rows_.unit, spec)
+    direct, from_relay = rows_.kind == DIRECT, rows_.kind > DIRECT
+    slot[direct] = home + pages.landed[rows_.copy[direct]]
+    slot[from_relay] = home + spec.room.pages + passed.landed[rows_.copy[from_relay]]
+    table[:, home:] = rows(rows_.rank, rows_.length, expand(slot, rows_.length), spec.ranks, table.shape[1] - home)
     return table
 
 
-def _offsets(count: np.ndarray) -> np.ndarray:
-    """(N, M) counts -> (N, M + 1) int32 offsets from 0."""
-    out = np.zeros((count.shape[0], count.shape[1] + 1), np.int32)
-    np.cumsum(count, axis=1, out=out[:, 1:])
-    return out
+def _listed(
+    position: np.ndarray, owner: np.ndarray, first: np.ndarray, copies: Copies, owners: int, size: int
+) -> np.ndarray:
+    """(owners, size): for each owner `first`, first + 1, .. of its copies, in the order of their positions there."""
+    order = stable_order(position, owner)
+    count = copies.length[order]
+    return rows(owner[order], count, expand(first[order], count), owners, size)
 
 
-def _expand(first: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """[first[0], first[0] + 1, ... (length[0] of them), first[1], ...]"""
-    total = int(length.sum())
-    return np.arange(total) + np.repeat(first - (np.cumsum(length) - length), length)
+def _sums_at_home(copies: Copies, pages: _Transport, spec: PoolSpec) -> tuple[np.ndarray, np.ndarray]:
+    """sum_offsets (N, H + 1) and sum_rows (N, SP): returned rows grouped by the home page they belong to."""
+    point = np.unique(np.concatenate([copies.unit, copies.unit + copies.length]))
+    which, element = covering(copies.unit, copies.unit + copies.length, point)
+    order = stable_order(pages.returned[which], element)
+    which, element = which[order], element[order]
+    several = np.bincount(element, minlength=point.size)
+    first = np.flatnonzero(np.append(True, element[1:] != element[:-1])) if element.size else element
+    number = np.arange(element.size) - np.repeat(first, several[several > 0])  # among the copies of its element
+    length = np.diff(point, append=0)
+    unit, home, size = point[element[first]], copies.source[which[first]].astype(np.int64), spec.home_blocks
+    count = np.zeros(spec.ranks * size, np.int64)
+    count[expand(home * size + home_slots(unit, spec), length[element[first]])] = np.repeat(
+        several[several > 0], length[element[first]]
+    )
+    sums = offsets(count.reshape(spec.ranks, size))
+    home = copies.source[which].astype(np.int64)
+    begin = home * spec.room.sent_pages + sums[home, home_slots(point[element], spec)] + number
+    table = np.zeros(spec.ranks * spec.room.sent_pages, np.int32)
+    table[expand(begin, length[element], several[element])] = expand(
+        pages.returned[which] + point[element] - copies.unit[which], length[element]
+    )
+    return sums, table.reshape(spec.ranks, -1)
+
+
+def _relay_tables(routing: Routing, pages: _Transport, spec: PoolSpec) -> dict[str, np.ndarray]:
+    """The tables of what relays pass on."""
+    copies, via, n, room = routing.passed, routing.relay_copy, spec.ranks, spec.room
+    passed = _transport(copies, spec, inside=True)
+    # What comes back to a relay, by the row of return_pages that it is added to.
+    order = stable_order(passed.returned, via)
+    via_in_order, count = via[order], copies.length[order]
+    several = np.bincount(via_in_order, minlength=routing.pages.unit.size)
+    number = np.arange(order.size) - (np.cumsum(several) - several)[via_in_order]
+    relay = np.flatnonzero(several)
+    added = np.zeros(n * room.pages, np.int64)
+    at = routing.pages.target[relay].astype(np.int64) * room.pages + pages.back[relay]
+    added[expand(at, routing.pages.length[relay])] = np.repeat(several[relay], routing.pages.length[relay])
+    sums = offsets(added.reshape(n, room.pages))
+    source = copies.source[order].astype(np.int64)
+    begin = source * room.relayed_pages + sums[source, pages.back[via_in_order]] + number
+    sum_rows = np.zeros(n * room.relayed_pages, np.int32)
+    sum_rows[expand(begin, count, several[via_in_order])] = expand(passed.returned[order], count)
+    return {
+        "relay_pages": _listed(passed.sent, copies.source, pages.landed[via], copies, n, room.relayed_pages),
+        "relay_page_offsets": passed.sent_offsets,
+        "passed_page_offsets": passed.landed_offsets,
+        "passed_page_landings": _landings(passed.landed_offsets, spec.node_ranks),
+        "return_passed": _listed(passed.back, copies.target, passed.landed, copies, n, room.passed_pages),
+        "return_passed_offsets": passed.back_offsets,
+        "relay_gradient_offsets": passed.returned_offsets,
+        "relay_gradient_landings": _landings(passed.returned_offsets, spec.node_ranks),
+        "relay_sum_offsets": sums,
+        "relay_sum_rows": sum_rows.reshape(n, -1),
+    }
+
+
+def _landings(offsets: np.ndarray, node: int | None = None) -> np.ndarray:
+    """(N receivers, X, peers + 1) offsets of the receivers -> (N senders, X, peers): each sender's own.
+
+    node: ranks of a node, which then are each other's peers.
+    """
+    n, x, peers = offsets.shape[0], offsets.shape[1], offsets.shape[2] - 1
+    groups = offsets[:, :, :-1].reshape(n // (node or n), node or n, x, peers)
+    return np.ascontiguousarray(groups.transpose(0, 3, 2, 1)).reshape(n, x, peers)

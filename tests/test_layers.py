@@ -1,7 +1,7 @@
 """Who may import whom. The imports of every file are read from its syntax tree, so a forbidden one is found even where
 it is hidden in a function. The layers, each seeing only those before it:
 
-    spec, links, workload, placement, assignments, planner,
+    spec, links, intervals, workload, placement, assignments, planner,
     routing, tables, table_checks, modelled, memory, plan           host side: NumPy only, never jax
     hlo, schedule                                                   text of compiled programs: nothing but Python
     targets, processes, exchange, waves, attention, layers          device side
@@ -26,6 +26,7 @@ ROOT = Path(__file__).parent.parent
 HOST = [
     "spec",
     "links",
+    "intervals",
     "workload",
     "placement",
     "assignments",
