@@ -6,7 +6,7 @@ what wave w - 1 made, and one of each node (`PoolSpec.ranks_per_node`) carries w
 
 - a collective starts when the last of its ranks has come to it, and ends for a rank when that rank's own bytes are
   through, sent and received at the same time, inside and across nodes at the same time, and the latency is over. What
-  relays pass on takes the links inside a node first;
+  relays pass on takes the links inside a node first. Gradients go back to relays in the backward pass only;
 - a rank's next window starts when its kernel and its exchanges are done;
 - with one wave the dispatch comes before all work; the last return comes after all work, relays first.
 
@@ -171,7 +171,7 @@ def counted_seconds(
         seconds.append(float(_clock(kernel, traffic, spec, links).max()))
         kernels.append(float(kernel.sum(axis=1).max()))
         ideals.append(float(work.sum() / speeds.sum()))
-        moved.append(sum(part.sum(axis=2) for part in traffic))
+        moved.append(sum(part.sum(axis=2) for part in traffic if part is not None))
     (inside_sent, inside_received), (across_sent, across_received) = np.array(moved).transpose(1, 2, 0, 3)
     return PlanSeconds(
         *seconds, *kernels, *ideals,
@@ -181,12 +181,15 @@ def counted_seconds(
 
 
 class _Traffic(NamedTuple):
-    """A pass's bytes by rank, (2, 2, X, N) int64 each: inside and across nodes, sent and received."""
+    """A pass's bytes by rank, (2, 2, X, N) int64 each: inside and across nodes, sent and received.
+
+    passed_back: None in the forward pass, which takes nothing back to relays and waits for nothing of the kind.
+    """
 
     dispatch: np.ndarray
     back: np.ndarray
     passed: np.ndarray
-    passed_back: np.ndarray
+    passed_back: np.ndarray | None
 
 
 def _traffic(counts: PlanCounts, spec: PoolSpec, links: Links) -> tuple[_Traffic, _Traffic]:
@@ -208,11 +211,10 @@ def _traffic(counts: PlanCounts, spec: PoolSpec, links: Links) -> tuple[_Traffic
     first_visible, delta, page = 4 * spec.block, 4 * rows, spec.page_bytes
     blocks, pages = by_rank(counts.sent_blocks), by_rank(counts.sent_pages) * page
     came = blocks[:, ::-1]
-    nothing = np.zeros_like(blocks)
-    passed, passed_back = nothing, nothing
+    passed = passed_back = np.zeros_like(blocks)
     if spec.ranks_per_node:
         passed, passed_back = by_rank(counts.passed_pages) * page, by_rank(counts.returned_passed) * page
-    forward = _Traffic(blocks * (query + first_visible) + pages, came * result, passed, nothing)
+    forward = _Traffic(blocks * (query + first_visible) + pages, came * result, passed, None)
     backward = _Traffic(
         dispatch=blocks * (query + first_visible + result + delta) + pages,
         back=came * query + by_rank(counts.returned_pages) * page,
@@ -237,19 +239,24 @@ def _clock(kernel: np.ndarray, traffic: _Traffic, spec: PoolSpec, links: Links) 
         """(2, N) when all of these bytes (2, 2, N) are through on each kind of link, which is free from `start`."""
         return start + sum(parts[1:], start=parts[0]).max(axis=1) / rates
 
+    def of_node(now: np.ndarray) -> np.ndarray:
+        """(N,) when the last rank of each rank's node has come."""
+        return np.repeat(now.reshape(-1, spec.node_ranks).max(axis=1), spec.node_ranks)
+
     def of_window(now: np.ndarray, coming: int | None, going: int | None) -> np.ndarray:
         """(N,) when each rank is done with the exchanges of a window that it enters at `now` (N,)."""
-        moves = [(traffic.dispatch, traffic.passed, coming), (traffic.back, traffic.passed_back, going)]
-        parts = [(pool[:, :, x], group[:, :, x]) for pool, group, x in moves if x is not None]
-        if not parts:
+        moves = [(traffic.dispatch, coming), (traffic.back, going)]
+        pool = [part[:, :, x] for part, x in moves if x is not None]
+        if not pool:
             return now
+        moves = [(traffic.passed, coming), (traffic.passed_back, going)]
+        group = [part[:, :, x] for part, x in moves if part is not None and x]  # nothing is passed on beside exchange 0
         free, done = np.zeros((2, now.size)), now
-        if spec.ranks_per_node and max(coming or 0, going or 0) > 0:  # nothing is passed on beside exchange 0
-            start = np.repeat(now.reshape(-1, spec.node_ranks).max(axis=1), spec.node_ranks)
-            free = through(start, [group for _, group in parts])
+        if spec.ranks_per_node and group:
+            free = through(of_node(now), group)
             done = free.max(axis=0) + group_latency
-        pool = through(np.maximum(free, now.max()), [pool for pool, _ in parts])
-        return np.maximum(done, pool.max(axis=0) + latency)
+        arrived = through(np.maximum(free, now.max()), pool).max(axis=0) + latency
+        return np.maximum(done, arrived)
 
     now, last = np.zeros(spec.ranks), spec.exchanges - 1
     if spec.waves == 1:
@@ -259,9 +266,8 @@ def _clock(kernel: np.ndarray, traffic: _Traffic, spec: PoolSpec, links: Links) 
         going = wave - 2 if wave >= 2 else None
         now = np.maximum(now + kernel[:, wave], of_window(now, coming, going))
     # After all work gradients go to the relays first, and what these have added up goes home.
-    if spec.ranks_per_node:
-        start = np.repeat(now.reshape(-1, spec.node_ranks).max(axis=1), spec.node_ranks)
-        now = through(start, [traffic.passed_back[:, :, last]]).max(axis=0) + group_latency
+    if spec.ranks_per_node and traffic.passed_back is not None:
+        now = through(of_node(now), [traffic.passed_back[:, :, last]]).max(axis=0) + group_latency
     return through(float(now.max()), [traffic.back[:, :, last]]).max(axis=0) + latency
 
 
