@@ -1,9 +1,9 @@
 """Moves items between the ranks of a pool: one packed collective for everything that travels at one time.
 
 The collective runs over the mesh axes ("dp", "cp"), so its groups are pools and its cost does not depend on how many
-pools there are. Items leave from an outbox and land in an inbox, flat buffers of unsigned integers with a room for each
-kind of item (`Box`). Floating point would not do: XLA may widen bfloat16 on the way and is free to change the bits of
-what is not a number.
+pools there are; where relays pass pages on, a second one runs among the ranks of each node. Items leave from an outbox
+and land in an inbox, flat buffers of unsigned integers with a room for each kind of item (`Box`). Floating point would
+not do: XLA may widen bfloat16 on the way and is free to change the bits of what is not a number.
 
 Transports, all with the same bits: "ragged" sends exact bytes straight to their places, GPUs' default; "all_to_all" and
 "ppermute" are padded to what a pair of ranks may send at most, and run everywhere.
@@ -107,7 +107,7 @@ class Box:
 
 
 class Part(NamedTuple):
-    """The items of one kind that one exchange moves.
+    """The items of one kind that one exchange moves, among the N ranks of a pool, or of a node.
 
     kind: index into `Box.kinds`, of the outbox they leave and of the inbox they land in.
     send_offsets: (N + 1,) int32; items send_offsets[d] to send_offsets[d + 1] of the outbox go to rank d.
@@ -124,15 +124,25 @@ class Part(NamedTuple):
 
 
 def exchange(
-    parts: Sequence[Part], outbox: jax.Array, inbox: jax.Array, leaving: Box, landing: Box, *, transport: str
+    parts: Sequence[Part],
+    outbox: jax.Array,
+    inbox: jax.Array,
+    leaving: Box,
+    landing: Box,
+    *,
+    transport: str,
+    node_ranks: int | None = None,
 ) -> jax.Array:
     """Sends every part from `outbox`, laid out as `leaving`, to the ranks its offsets name, in one collective.
+
+    node_ranks: so many neighbouring ranks of the pool exchange among themselves, and the parts' tables are for these
+        (rank r is the r % node_ranks-th of its node); None: all ranks of the pool do.
 
     Returns `inbox`, laid out as `landing`, with what arrived. Runs inside shard_map over `POOL_AXES`; every rank of the
     pool calls it with the same layouts. Not to be differentiated: ragged_all_to_all's transpose is wrong for slices of
     size 0.
     """
-    return _TRANSPORTS[transport](parts, outbox, inbox, leaving, landing)
+    return _TRANSPORTS[transport](parts, outbox, inbox, leaving, landing, _groups(node_ranks))
 
 
 def resolve_transport(transport: str | None, device: Any = None, ranks: int | None = None) -> str:
@@ -179,7 +189,19 @@ def word_for(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype({2: jnp.uint16, 4: jnp.uint32}[jnp.dtype(dtype).itemsize])
 
 
-def _ragged(parts: Sequence[Part], outbox: jax.Array, inbox: jax.Array, leaving: Box, landing: Box) -> jax.Array:
+_Groups = list[list[int]] | None
+"""Ranks that exchange with each other, as places in the pool; None: all of them."""
+
+
+def _groups(node_ranks: int | None) -> _Groups:
+    if node_ranks is None:
+        return None
+    return [list(range(first, first + node_ranks)) for first in range(0, lax.axis_size(POOL_AXES), node_ranks)]
+
+
+def _ragged(
+    parts: Sequence[Part], outbox: jax.Array, inbox: jax.Array, leaving: Box, landing: Box, groups: _Groups
+) -> jax.Array:
     """Every pair of ranks has one slice for each part; a pair's slices stand side by side in the tables."""
     slices = []
     for part in parts:
@@ -191,7 +213,7 @@ def _ragged(parts: Sequence[Part], outbox: jax.Array, inbox: jax.Array, leaving:
             jnp.diff(part.recv_offsets) * rows,
         ))  # fmt: skip
     tables = (jnp.stack(column, axis=1).reshape(-1) for column in zip(*slices, strict=True))
-    return lax.ragged_all_to_all(outbox, inbox, *tables, axis_name=POOL_AXES)
+    return lax.ragged_all_to_all(outbox, inbox, *tables, axis_name=POOL_AXES, axis_index_groups=groups)
 
 
 def _padded(
@@ -200,8 +222,9 @@ def _padded(
     inbox: jax.Array,
     leaving: Box,
     landing: Box,
+    groups: _Groups,
     *,
-    swap: Callable[[jax.Array], jax.Array],
+    swap: Callable[[jax.Array, _Groups], jax.Array],
     in_rounds: bool,
 ) -> jax.Array:
     """swap: what leaves (M, words) to what arrives (M, words). A row has room for `pair_room` items of every part.
@@ -213,10 +236,11 @@ def _padded(
     to_rank = row_from = ranks
     if in_rounds:
         n, me = ranks.shape[0], lax.axis_index(POOL_AXES)
+        me = me if groups is None else me % n
         to_rank = (me + 1 + ranks[:-1]) % n
         row_from = (me - 1 - ranks) % n  # for the rank itself there is no such row, and nothing to read
     packed = jnp.concatenate([_outgoing(part, leaving.items(outbox, part.kind), to_rank) for part in parts], axis=1)
-    arrived, start = swap(packed), 0
+    arrived, start = swap(packed, groups), 0
     for part in parts:
         width = part.pair_room * landing.words[part.kind]
         room = _land(part, arrived[:, start : start + width], landing.items(inbox, part.kind), row_from)
@@ -244,15 +268,19 @@ def _land(part: Part, arrived: jax.Array, room: jax.Array, row_from: jax.Array) 
     return jnp.where(mine[:, None], received, room)
 
 
-def _all_to_all(packed: jax.Array) -> jax.Array:
-    return lax.all_to_all(packed, POOL_AXES, split_axis=0, concat_axis=0)
+def _all_to_all(packed: jax.Array, groups: _Groups) -> jax.Array:
+    return lax.all_to_all(packed, POOL_AXES, split_axis=0, concat_axis=0, axis_index_groups=groups)
 
 
-def _ppermute(packed: jax.Array) -> jax.Array:
+def _ppermute(packed: jax.Array, groups: _Groups) -> jax.Array:
     """N - 1 rounds; in round j every rank sends to the j-th after it and hears from the j-th before it."""
     n = packed.shape[0] + 1
+    groups = [list(range(n))] if groups is None else groups
     rounds = [
-        lax.ppermute(packed[j - 1 : j], POOL_AXES, [(rank, (rank + j) % n) for rank in range(n)]) for j in range(1, n)
+        lax.ppermute(
+            packed[j - 1 : j], POOL_AXES, [(group[i], group[(i + j) % n]) for group in groups for i in range(n)]
+        )
+        for j in range(1, n)
     ]
     return jnp.concatenate(rounds)
 

@@ -15,6 +15,8 @@ from libra_jax.hlo import Groups, Instruction, Program, groups_of, read_program,
 
 DISPATCH_SCOPE, RETURN_SCOPE = "libra_dispatch", "libra_return"
 """`jax.named_scope`s around the operator's exchanges: out to the executors, and back."""
+NODE_DISPATCH_SCOPE, NODE_RETURN_SCOPE = "libra_node_dispatch", "libra_node_return"
+"""The same around those inside nodes: from relays to those that read the pages, and back."""
 
 OVERLAP_OPTIONS = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
@@ -25,7 +27,9 @@ OVERLAP_OPTIONS = {
 a time, and gathering the next weights takes the kernel that the operator's exchange was to run under. The third, in
 percent of 80% of the GPU's memory, is what it may fill before it gives up overlap and computes things twice: 92%."""
 
-OPERATOR_PURPOSES = ("dispatch", "return", "dispatch+return", "exchange")
+OPERATOR_PURPOSES = (
+    "dispatch", "return", "dispatch+return", "node dispatch", "node return", "node dispatch+return", "exchange",
+)  # fmt: skip
 
 _KINDS = (
     "ragged-all-to-all", "all-to-all", "collective-permute", "all-gather", "all-reduce", "reduce-scatter",
@@ -46,7 +50,8 @@ class Exchange:
 
     name: of the instruction that starts it. kind: "ragged-all-to-all", "all-gather", ... computation: where it stands.
     purpose: "dispatch", "return" or "dispatch+return" for the operator's, by the scopes in its op_name or, where XLA
-        has dropped that, in those of its operands; "exchange" for ragged ones without a scope. Of the rest, "weights"
+        has dropped that, in those of its operands; with "node " before it for those of relays, inside nodes;
+        "exchange" for ragged ones without a scope. Of the rest, "weights"
         for all-gathers, "gradients" for reductions of arrays, "other" for anything else, such as sums of numbers.
     bytes: on one device, the larger of what goes in and what comes out. Of a ragged exchange: what has room to arrive.
     groups: places in the mesh of those that exchange with each other. group_size: of the largest.
@@ -256,10 +261,10 @@ def _purpose(collective: Instruction, by_name: dict[str, Instruction], kind: str
     op_name = collective.op_name
     if not op_name:  # XLA drops it from ragged exchanges: take the scopes of what made the operands
         op_name = " ".join(other.op_name for other in _makers(collective, by_name))
-    scopes = (("dispatch", DISPATCH_SCOPE), ("return", RETURN_SCOPE))
-    ways = [name for name, scope in scopes if scope in op_name]
-    if ways:
-        return "+".join(ways)
+    for where, out, back in (("node ", NODE_DISPATCH_SCOPE, NODE_RETURN_SCOPE), ("", DISPATCH_SCOPE, RETURN_SCOPE)):
+        ways = [name for name, scope in (("dispatch", out), ("return", back)) if scope in op_name]
+        if ways:
+            return where + "+".join(ways)
     if kind == "ragged-all-to-all":
         return "exchange"
     if kind == "all-gather":

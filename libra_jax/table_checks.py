@@ -45,7 +45,7 @@ def check_tables(tables: PlanTables) -> None:
 
 def _ranges(tables: PlanTables, spec: PoolSpec) -> Iterator[tuple[str, np.ndarray, int, int]]:
     """(what, numbers, lowest, highest) of everything that addresses are formed from."""
-    home, room = spec.home_blocks, spec.room
+    home, room, relays = spec.home_blocks, spec.room, spec.node_ranks > 1
     entries = tables.entries
     run = entries[..., _PAGE_BASE] + entries[..., _NUM_PAGES].astype(np.int64)
     last_page = entries[..., _FIRST_PAGE] + entries[..., _NUM_PAGES].astype(np.int64) - 1 - entries[..., _BLOCK]
@@ -56,13 +56,20 @@ def _ranges(tables: PlanTables, spec: PoolSpec) -> Iterator[tuple[str, np.ndarra
     yield "entries' place in pages", entries[..., _PAGE_BASE], 0, tables.pages.shape[-1] - 1
     yield "the end of an entry's place in pages", run, 0, tables.pages.shape[-1]
     yield "entries' last page past their block", last_page, -spec.blocks_per_sequence, 0
-    yield "pages", tables.pages, 0, home + room.pages - 1
+    yield "pages", tables.pages, 0, home + room.pages + (room.passed_pages if relays else 0) - 1
     visible = np.where(tables.first_visible == PADDING, 0, tables.first_visible)
     yield "first_visible", visible, 0, spec.seq_len - 1
     yield "send_blocks", tables.send_blocks, 0, home - 1
     yield "send_pages", tables.send_pages, 0, home - 1
     yield "return_pages", tables.return_pages, 0, room.pages - 1
     yield "sum_rows", tables.sum_rows, 0, room.sent_pages - 1
+    yield "relay_pages", tables.relay_pages, 0, room.pages - 1
+    yield "return_passed", tables.return_passed, 0, room.passed_pages - 1
+    yield "relay_sum_rows", tables.relay_sum_rows, 0, room.relayed_pages - 1
+    # Exchange 0 inside nodes does not take place, and a page comes back from each other rank of a node at most once.
+    yield "relay_page_offsets of exchange 0", tables.relay_page_offsets[..., 0, :], 0, 0
+    yield "return_passed_offsets of exchange 0", tables.return_passed_offsets[..., 0, :], 0, 0
+    yield "the steps of relay_sum_offsets", np.diff(tables.relay_sum_offsets, axis=-1), 0, spec.node_ranks - 1
     for name, size in (
         ("wave_offsets", home + room.blocks),
         ("send_block_offsets", home),
@@ -72,6 +79,11 @@ def _ranges(tables: PlanTables, spec: PoolSpec) -> Iterator[tuple[str, np.ndarra
         ("return_page_offsets", room.pages),
         ("returned_page_offsets", room.sent_pages),
         ("sum_offsets", room.sent_pages),
+        ("relay_page_offsets", room.relayed_pages),
+        ("passed_page_offsets", room.passed_pages),
+        ("return_passed_offsets", room.passed_pages),
+        ("relay_gradient_offsets", room.relayed_pages),
+        ("relay_sum_offsets", room.relayed_pages),
     ):
         offsets = getattr(tables, name)
         yield name, offsets, 0, size
@@ -81,6 +93,8 @@ def _ranges(tables: PlanTables, spec: PoolSpec) -> Iterator[tuple[str, np.ndarra
         ("page_landings", room.pages),
         ("result_landings", home),
         ("gradient_landings", room.sent_pages),
+        ("passed_page_landings", room.passed_pages),
+        ("relay_gradient_landings", room.relayed_pages),
     ):
         yield name, getattr(tables, name), 0, size
 
@@ -109,26 +123,27 @@ def _check_slots_once(tables: PlanTables, spec: PoolSpec) -> None:
 
 def _check_ranks_agree(tables: PlanTables, spec: PoolSpec) -> None:
     """Every rank sends as much as the other expects, to where it expects it. A collective of unequal sizes hangs."""
-    for sent, received, landing in (
-        ("send_block_offsets", "recv_block_offsets", "block_landings"),
-        ("recv_block_offsets", "send_block_offsets", "result_landings"),
-        ("send_page_offsets", "recv_page_offsets", "page_landings"),
-        ("return_page_offsets", "returned_page_offsets", "gradient_landings"),
+    for sent, received, landing, ranks in (
+        ("send_block_offsets", "recv_block_offsets", "block_landings", spec.ranks),
+        ("recv_block_offsets", "send_block_offsets", "result_landings", spec.ranks),
+        ("send_page_offsets", "recv_page_offsets", "page_landings", spec.ranks),
+        ("return_page_offsets", "returned_page_offsets", "gradient_landings", spec.ranks),
+        ("relay_page_offsets", "passed_page_offsets", "passed_page_landings", spec.node_ranks),
+        ("return_passed_offsets", "relay_gradient_offsets", "relay_gradient_landings", spec.node_ranks),
     ):
-        # (pools, from, X, to) and (pools, to, X, from)
-        here, there = (
-            getattr(tables, name).reshape(-1, spec.ranks, spec.exchanges, spec.ranks + 1) for name in (sent, received)
-        )
-        landings = getattr(tables, landing).reshape(-1, spec.ranks, spec.exchanges, spec.ranks)
+        # (pools or nodes, from, X, to) and (pools or nodes, to, X, from)
+        here, there = (getattr(tables, name).reshape(-1, ranks, spec.exchanges, ranks + 1) for name in (sent, received))
+        landings = getattr(tables, landing).reshape(-1, ranks, spec.exchanges, ranks)
         for name, mine, theirs in (
             (f"the steps of {sent}", np.diff(here, axis=-1), np.diff(there, axis=-1)),
             (landing, landings, there[..., :-1]),
         ):
             differ = np.argwhere(mine != theirs.swapaxes(1, 3))
             if differ.size:
-                pool, rank, x, to = (int(i) for i in differ[0])
+                group, rank, x, to = (int(i) for i in differ[0])
+                pool, first = divmod(group * ranks, spec.ranks)
                 raise ValueError(
-                    f"the plan is damaged: {name} of rank {rank} in pool {pool}, exchange {x}, to rank {to} is "
-                    f"{int(mine[pool, rank, x, to])}, but {received} of rank {to} say "
-                    f"{int(theirs[pool, to, x, rank])}"
+                    f"the plan is damaged: {name} of rank {first + rank} in pool {pool}, exchange {x}, to rank "
+                    f"{first + to} is {int(mine[group, rank, x, to])}, but {received} of rank {first + to} say "
+                    f"{int(theirs[group, to, x, rank])}"
                 )

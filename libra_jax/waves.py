@@ -2,7 +2,8 @@
 
 While wave w computes, one collective brings what wave w + 1 needs and takes home what wave w - 1 made. Only the last
 return has nothing left to hide under. XLA keeps to that because of the barriers in `_in_waves`: nothing of a window can
-be known before the window before it is over.
+be known before the window before it is over. Where pools have relays, a second collective runs in the same window
+inside their nodes (`relays`).
 
 Letters as in `spec`, and: T tokens of one sequence on one rank, H query heads, H' home blocks, "slots" are home blocks
 followed by received ones (`tables.PlanTables`).
@@ -19,6 +20,7 @@ from jax import lax
 from libra_kernels import PADDING, TileOptions, Tiles, tile_backward, tile_forward
 
 from libra_jax.exchange import Box, Kind, Part, exchange, word_for
+from libra_jax.relays import Buffers, Relays, add_rows, page_slots, relays_of
 from libra_jax.spec import PoolSpec
 from libra_jax.tables import PlanTables
 
@@ -42,12 +44,12 @@ def forward(
     """q (T, H, D), k (T, K, D), v (T, K, E) -> output (T, H, E), log-sum-exp (slots, B, G, 2) float32."""
     spec = static.spec
     block, page = (spec.block, spec.group), (spec.block,)
-    boxes = _boxes(spec, q.dtype, {
+    boxes = _boxes(tables, static, q.dtype, {
         BLOCKS: [((*block, q.shape[-1]), q.dtype), (page, jnp.int32)],
         PAGES: [((*page, x.shape[-1]), x.dtype) for x in (k, v)],
         RESULTS: [((*block, v.shape[-1]), q.dtype)],
     })  # fmt: skip
-    slots = _slots(spec.room.blocks, spec)
+    slots = spec.home_blocks + (spec.room.blocks if spec.ranks > 1 else 0)
     out = lax.empty((slots, *block, v.shape[-1]), q.dtype)
     lse = jnp.full((slots, *block, 2), -jnp.inf, jnp.float32)
     (out, lse), came_home = _in_waves(_Forward(tables, static), (q, k, v), (out, lse), boxes)
@@ -68,16 +70,15 @@ def backward(
     spec = static.spec
     block, page = (spec.block, spec.group), (spec.block,)
     queries, gradients = ((*block, q.shape[-1]), q.dtype), [((*page, x.shape[-1]), x.dtype) for x in (k, v)]
-    boxes = _boxes(spec, q.dtype, {
+    boxes = _boxes(tables, static, q.dtype, {
         BLOCKS: [queries, (page, jnp.int32), ((*block, v.shape[-1]), q.dtype), (block, jnp.float32)],
         PAGES: gradients,
         RESULTS: [queries],
         GRADIENTS: gradients,
     })  # fmt: skip
     delta = _row_dots(_to_blocks(_zero_padding(d_out, tables), spec), _to_blocks(out, spec), tables)
-    page_slots = _slots(spec.room.pages, spec)
     dq = lax.empty((lse.shape[0], *block, q.shape[-1]), q.dtype)
-    dk, dv = (jnp.zeros((page_slots, *page, x.shape[-1]), jnp.float32) for x in (k, v))
+    dk, dv = (jnp.zeros((page_slots(spec), *page, x.shape[-1]), jnp.float32) for x in (k, v))
     (dq, dk, dv), came_home = _in_waves(_Backward(tables, static, lse), (q, k, v, d_out, delta), (dq, dk, dv), boxes)
     dk, dv = _sum_at_home([dk, dv], came_home, boxes.home, tables)
     return (
@@ -111,6 +112,10 @@ class _Forward(NamedTuple):
         """What can go home, by kind and in sending order."""
         return {RESULTS: [state[0][self.static.spec.home_blocks :]]}
 
+    def gradients(self, state: Any) -> list[jax.Array]:
+        """Of the pages, by slot, in this pass."""
+        return []
+
 
 class _Backward(NamedTuple):
     """The backward pass's own. Source: q, k, v and the output's cotangent as the model has them, and delta by block.
@@ -139,6 +144,9 @@ class _Backward(NamedTuple):
         home = self.static.spec.home_blocks
         return {RESULTS: [dq[home:]], GRADIENTS: _take([dk, dv], self.tables.return_pages + home)}
 
+    def gradients(self, state: Any) -> list[jax.Array]:
+        return list(state[1:])
+
 
 def _in_waves(work: _Forward | _Backward, source: Any, state: Any, boxes: _Boxes) -> tuple[Any, jax.Array | None]:
     """All waves of a pass. Returns the state, and what came home, laid out as `boxes.home`.
@@ -146,10 +154,11 @@ def _in_waves(work: _Forward | _Backward, source: Any, state: Any, boxes: _Boxes
     All that is dispatched is put together before the first wave, and each exchange sends its part of it.
     """
     tables, (spec, *_, transport) = work.tables, work.static
+    inside = Buffers()
     outbox: Any = None  # where nothing is there yet, or not needed any more, and in a pool of one rank
     inbox: Any = None
     home: Any = None
-    leaving, returning = boxes.dispatched, boxes.returning
+    leaving, returning, relays = boxes.dispatched, boxes.returning, boxes.relays
     if spec.ranks > 1:
         inbox = boxes.received.empty()
         with jax.named_scope("libra_dispatch_0"):
@@ -167,12 +176,14 @@ def _in_waves(work: _Forward | _Backward, source: Any, state: Any, boxes: _Boxes
             with jax.named_scope(f"libra_return_{going}"):
                 if coming is None:
                     outbox, leaving = returning.empty(), returning
-                outbox = leaving.write_all(outbox, work.results(state))
+                outbox = leaving.write_all(outbox, _results(going, work, state, relays, inside))
         with jax.named_scope(f"libra_wave_{wave}"):
             blocks, pages = work.home(source)
             if _exchange_of(wave, spec) is not None:
                 blocks = _by_slot(blocks, boxes.received.read(inbox, BLOCKS))
-                pages = _by_slot(pages, boxes.received.read(inbox, PAGES))
+                passed = relays.pages(inside) if relays else []
+                pages = _by_slot(pages, boxes.received.read(inbox, PAGES), *passed)
+        inside = _put_out(coming, going, work, state, inbox, boxes, inside)
         if coming is None:  # the last wave: nothing is dispatched any more
             inbox, last = None, inbox
             if going is None:
@@ -182,8 +193,8 @@ def _in_waves(work: _Forward | _Backward, source: Any, state: Any, boxes: _Boxes
         with jax.named_scope(_scope(coming, going)):
             # All that the wave reads of the inbox, and all that leaves of the state, is read before either is written
             # to. (Inside of the scope: XLA drops the names of ragged exchanges, those of barriers it keeps.)
-            blocks, pages, outbox, inbox, home, state = lax.optimization_barrier(
-                (blocks, pages, outbox, inbox, home, state)
+            blocks, pages, outbox, inbox, home, inside, state = lax.optimization_barrier(
+                (blocks, pages, outbox, inbox, home, inside, state)
             )
             if coming is not None:
                 parts = _dispatch(coming, tables) + ([] if going is None else _return(going, tables, leaving))
@@ -191,14 +202,18 @@ def _in_waves(work: _Forward | _Backward, source: Any, state: Any, boxes: _Boxes
             elif going is not None:
                 parts = _return(going, tables, leaving)
                 home = exchange(parts, outbox, home, leaving, boxes.home, transport=transport)
+        inside = _inside_nodes(coming, going, relays, inside)
         with jax.named_scope(f"libra_wave_{wave}"):
             state = work.compute(wave, blocks, pages, state)
         # The window ends when both are done. Whatever does not come from here could start early, or late.
-        source, outbox, inbox, home, state = lax.optimization_barrier((source, outbox, inbox, home, state))
+        source, outbox, inbox, home, inside, state = lax.optimization_barrier(
+            (source, outbox, inbox, home, inside, state)
+        )
     if (x := _exchange_of(spec.waves - 1, spec)) is not None:
+        inside = _inside_nodes(None, x, relays, _put_out(None, x, work, state, inbox, boxes, inside))
         with jax.named_scope(f"libra_return_{x}"):
             home = boxes.home.empty() if home is None else home
-            parts, results = _return(x, tables, returning), work.results(state)
+            parts, results = _return(x, tables, returning), _results(x, work, state, relays, inside)
             if len(parts) == 1:  # nothing writes to the state any more, so it is sent from where it stands
                 returning, results = returning.with_rooms(0, 0, state[0].shape[0]), {RESULTS: [state[0]]}
                 parts = [parts[0]._replace(send_offsets=parts[0].send_offsets + spec.home_blocks)]
@@ -239,10 +254,46 @@ def _return(x: int, tables: PlanTables, box: Box) -> list[Part]:
     return [part for part in parts if part.kind < len(box.kinds)]
 
 
-def _scope(coming: int | None, going: int | None) -> str:
+def _results(
+    going: int, work: _Forward | _Backward, state: Any, relays: Relays | None, inside: Buffers
+) -> dict[int, list[jax.Array]]:
+    """What goes home in exchange `going`, by kind, with what came back to relays added."""
+    results = work.results(state)
+    if relays is not None and GRADIENTS in results:
+        results[GRADIENTS] = relays.add_returned(results[GRADIENTS], inside, going)
+    return results
+
+
+def _put_out(
+    coming: int | None,
+    going: int | None,
+    work: _Forward | _Backward,
+    state: Any,
+    inbox: Any,
+    boxes: _Boxes,
+    inside: Buffers,
+) -> Buffers:
+    """What a window's exchange inside nodes needs, from what is there before the window."""
+    if boxes.relays is None:
+        return inside
+    with jax.named_scope(_scope(*boxes.relays.exchanges(coming, going), "libra_node")):
+        return boxes.relays.put_out(
+            inside, coming, going, lambda: boxes.received.items(inbox, PAGES), lambda: work.gradients(state)
+        )
+
+
+def _inside_nodes(coming: int | None, going: int | None, relays: Relays | None, inside: Buffers) -> Buffers:
+    """A window's exchange inside nodes."""
+    if relays is None:
+        return inside
+    with jax.named_scope(_scope(*relays.exchanges(coming, going), "libra_node")):
+        return relays.exchange(lax.optimization_barrier(inside), coming, going)
+
+
+def _scope(coming: int | None, going: int | None, of: str = "libra") -> str:
     """The name of a window's exchange, for whoever reads a schedule or a profile."""
-    names = [] if coming is None else [f"libra_dispatch_{coming}"]
-    return "/".join(names if going is None else [*names, f"libra_return_{going}"]) or "libra_no_exchange"
+    names = [] if coming is None else [f"{of}_dispatch_{coming}"]
+    return "/".join(names if going is None else [*names, f"{of}_return_{going}"]) or f"{of}_no_exchange"
 
 
 def _exchange_of(wave: int, spec: PoolSpec) -> int | None:
@@ -257,7 +308,7 @@ class _Boxes(NamedTuple):
     """How the buffers of a pass are laid out.
 
     dispatched: the outbox that all dispatches leave from. received: the inbox that they land in. returning: the outbox
-    of an exchange that only takes results home. home: where results land.
+    of an exchange that only takes results home. home: where results land. relays: the exchanges inside nodes.
 
     With more than three waves some exchanges dispatch and return at once. A collective has one buffer on either side:
     then the first outbox has room for results too, and there is one inbox, `received` being `home`.
@@ -267,14 +318,18 @@ class _Boxes(NamedTuple):
     received: Box
     returning: Box
     home: Box
+    relays: Relays | None
 
     @property
     def one_inbox(self) -> bool:
         return self.received == self.home
 
 
-def _boxes(spec: PoolSpec, dtype: jnp.dtype, kinds: dict[int, list[tuple[tuple[int, ...], Any]]]) -> _Boxes:
+def _boxes(
+    tables: PlanTables, static: Static, dtype: jnp.dtype, kinds: dict[int, list[tuple[tuple[int, ...], Any]]]
+) -> _Boxes:
     """The boxes of a pass, for items made up of arrays of these shapes and types."""
+    spec = static.spec
     room, both = spec.room, spec.waves > 3
     likes = (tuple(jax.ShapeDtypeStruct(*array) for array in like) for like in kinds.values())
     box = Box(tuple(Kind(0, like) for like in likes), word_for(dtype))
@@ -289,12 +344,8 @@ def _boxes(spec: PoolSpec, dtype: jnp.dtype, kinds: dict[int, list[tuple[tuple[i
         received=with_rooms(*back, *(home if both else (0, 0))),
         returning=with_rooms(0, 0, *back),
         home=with_rooms(*(back if both else (0, 0)), *home),
+        relays=relays_of(tables, static.transport, box.kinds[PAGES].like, box.word, gradients=GRADIENTS in kinds),
     )
-
-
-def _slots(room: int, spec: PoolSpec) -> int:
-    """Home blocks (or pages) and room for received ones, which a pool of one rank does not need."""
-    return spec.home_blocks + (room if spec.ranks > 1 else 0)
 
 
 def _first_visible(tables: PlanTables) -> jax.Array:
@@ -313,8 +364,8 @@ def _take(arrays: Sequence[jax.Array], index: jax.Array) -> list[jax.Array]:
     return [array.at[index].get(mode="clip") for array in arrays]
 
 
-def _by_slot(home: Sequence[jax.Array], received: Sequence[jax.Array]) -> list[jax.Array]:
-    return [jnp.concatenate([h, r]) for h, r in zip(home, received, strict=True)]
+def _by_slot(*parts: Sequence[jax.Array]) -> list[jax.Array]:
+    return [jnp.concatenate(part) for part in zip(*parts, strict=True)]
 
 
 def _row_dots(a: jax.Array, b: jax.Array, tables: PlanTables) -> jax.Array:
@@ -364,14 +415,7 @@ def _sum_at_home(
     home = [d[: tables.spec.home_blocks] for d in slots]
     if came_home is None:
         return home
-    start, count = tables.sum_offsets[:-1], jnp.diff(tables.sum_offsets)
-
-    def add_next(j: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
-        returned = box.pick(came_home, GRADIENTS, tables.sum_rows.at[start + j].get(mode="clip"))
-        more = (j < count)[:, None, None]
-        return [s + jnp.where(more, r.astype(s.dtype), 0) for s, r in zip(sums, returned, strict=True)]
-
-    return lax.fori_loop(0, count.max(), add_next, home)
+    return add_rows(home, came_home, box, GRADIENTS, tables.sum_offsets, tables.sum_rows)
 
 
 def _to_blocks(x: jax.Array, spec: PoolSpec) -> jax.Array:

@@ -7,6 +7,8 @@ ragged transport's tables are tested against. Lowerings for other platforms are 
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -33,22 +35,25 @@ def _gather_and_pick(
     recv_sizes: jax.Array,
     *,
     axis_name: tuple[str, ...],
-    axis_index_groups: None,
+    axis_index_groups: tuple[tuple[int, ...], ...] | None,
 ) -> jax.Array:
     """operand (M, ...), output (R, ...); the tables (N * slices,), the slices of each peer side by side."""
-    assert axis_index_groups is None, "axis_index_groups are not supported here"
     axes = tuple(axis_name)
-    ranks, me = lax.axis_size(axes), lax.axis_index(axes)
+    groups = axis_index_groups or (tuple(range(lax.axis_size(axes))),)
+    ranks = len(groups[0])
+    places = {rank: place for group in groups for place, rank in enumerate(group)}
+    me = jnp.asarray([places[rank] for rank in range(lax.axis_size(axes))], jnp.int32)[lax.axis_index(axes)]
+    gather = functools.partial(lax.all_gather, axis_name=axes, axis_index_groups=axis_index_groups)
 
     def to_me(table: jax.Array) -> jax.Array:
         """(senders, slices): what every rank's table says of what it sends here."""
-        everybodys = lax.all_gather(table.reshape(ranks, -1), axes)
+        everybodys = gather(table.reshape(ranks, -1))
         return lax.dynamic_index_in_dim(everybodys, me, axis=1, keepdims=False)
 
     begin, size, land = (to_me(table) for table in (input_offsets, send_sizes, output_offsets))
     # A sender and a receiver that do not agree on sizes would hang on GPUs; here nothing arrives.
     size = jnp.where(size == recv_sizes.reshape(size.shape), size, 0)
-    rows = lax.all_gather(operand, axes)
+    rows = gather(operand)
     row = jnp.arange(output.shape[0], dtype=land.dtype)
     for sender in range(ranks):
         for piece in range(begin.shape[1]):

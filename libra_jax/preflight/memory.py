@@ -33,7 +33,7 @@ PARTS = {
 }
 """The parts, with what belongs to them."""
 
-_OPERATOR = re.compile(r"jit\(_on_rank\)|libra_(?:dispatch|return)")
+_OPERATOR = re.compile(r"jit\(_on_rank\)|libra_(?:node_)?(?:dispatch|return)")
 _SMALL_BYTES = 1 << 12
 _ORDER = [part for part in PARTS if part != "working memory"] + ["working memory"]
 
