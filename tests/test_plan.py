@@ -1,7 +1,4 @@
-"""Plans and their tables, checked by following every item from its home to its executor and back with plain loops.
-
-The walk reads only what `PlanTables` documents; what must be visited is computed from a dense mask, not from our code.
-"""
+"""Plans and their tables: what travels (`table_walk`), what is refused, what is the same."""
 
 from __future__ import annotations
 
@@ -14,9 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from table_walk import visited_pages, walk_plan
 
 from libra_jax import planner
-from libra_jax.plan import Plan, check_batch, plan_pool, stack_plans
+from libra_jax.plan import check_batch, plan_pool, stack_plans
 from libra_jax.routing import wave_ends
 from libra_jax.spec import Capacity, PoolSpec, head_parallel_capacity
 from libra_jax.tables import PlanTables
@@ -68,141 +66,7 @@ def test_every_item_arrives_where_it_is_used_and_nothing_else_travels(name, pool
     spec, lengths, seed = pool
     plan = plan_pool(lengths, spec, policy=POLICIES[name](seed))
     assert plan.stats.fallback is None
-    walk(plan, lengths)
-
-
-def walk(plan: Plan, lengths: list[list[int]]) -> None:
-    """Follows the tables of one plan and asserts the README's first invariant, and the statistics."""
-    spec, n = plan.spec, plan.spec.ranks
-    nb, per_rank, home_blocks = spec.blocks_per_sequence, spec.blocks_per_rank, spec.home_blocks
-    tables = plan.tables.map(lambda table: table.reshape(n, *table.shape[2:]))
-    visits = [visited_pages(sequence, spec) for sequence in lengths]
-
-    def unit_at_home(rank: int, slot: int) -> tuple[int, int, int]:
-        """(sequence, kv head, block) of a home slot."""
-        sequence, part = divmod(rank, spec.cp)
-        head, block = divmod(slot, per_rank)
-        return sequence, head, part * per_rank + block
-
-    def deliver(send, send_offsets, recv_offsets, room):
-        """Per rank: what stands in each received slot, and the exchange that brought it. Slots fill without gaps."""
-        content, arrival = [{} for _ in range(n)], [{} for _ in range(n)]
-        for x in range(spec.exchanges):
-            for source in range(n):
-                for target in range(n):
-                    items = send[source][send_offsets[source, x, target] : send_offsets[source, x, target + 1]]
-                    start, end = recv_offsets[target, x, source], recv_offsets[target, x, source + 1]
-                    assert len(items) == end - start
-                    assert source != target or not len(items)
-                    for slot, item in zip(range(start, end), items, strict=True):
-                        assert slot not in content[target] and slot < room
-                        content[target][slot], arrival[target][slot] = unit_at_home(source, item), x
-        for received in content:
-            assert sorted(received) == list(range(len(received)))
-        return content, arrival
-
-    blocks, block_arrival = deliver(
-        tables.send_blocks, tables.send_block_offsets, tables.recv_block_offsets, spec.room.blocks
-    )
-    pages, page_arrival = deliver(
-        tables.send_pages, tables.send_page_offsets, tables.recv_page_offsets, spec.room.pages
-    )
-
-    executed, work, last_use = {}, np.zeros(n, int), [{} for _ in range(n)]
-    for rank in range(n):
-        assert tables.wave_offsets[rank, 0] == 0
-        for wave in range(spec.waves):
-            exchange = wave - (spec.waves > 1)
-            for x in range(tables.wave_offsets[rank, wave], tables.wave_offsets[rank, wave + 1]):
-                q_slot, block, first_page, num_pages, base = tables.entries[rank, x]
-                if q_slot < home_blocks:
-                    unit = unit_at_home(rank, q_slot)
-                else:
-                    unit = blocks[rank].pop(q_slot - home_blocks)
-                    assert block_arrival[rank][q_slot - home_blocks] == exchange
-                assert unit[2] == block and unit not in executed
-                executed[unit] = (rank, wave)
-                assert list(range(first_page, first_page + num_pages)) == visits[unit[0]][block]
-                work[rank] += num_pages
-                for j in range(num_pages):
-                    slot = tables.pages[rank, base + j]
-                    if slot < home_blocks:
-                        assert unit_at_home(rank, slot) == (unit[0], unit[1], first_page + j)
-                    else:
-                        assert pages[rank][slot - home_blocks] == (unit[0], unit[1], first_page + j)
-                        assert page_arrival[rank][slot - home_blocks] <= exchange
-                        last_use[rank][slot - home_blocks] = exchange
-        assert not blocks[rank], "a received block is not executed"
-        assert set(last_use[rank]) == set(pages[rank]), "a received page is not used"
-        # Each page once per rank.
-        assert len(set(pages[rank].values())) == len(pages[rank])
-        assert not set(pages[rank].values()) & {unit_at_home(rank, slot) for slot in range(home_blocks)}
-
-    assert len(executed) == spec.pool_size * spec.num_kv_heads * nb
-    for unit, (rank, wave) in executed.items():
-        assert plan.executor[unit] == rank and plan.wave[unit] == wave
-    returns(spec, tables, pages, last_use)
-    statistics(plan, executed, pages, work)
-
-
-def returns(spec: PoolSpec, tables: PlanTables, pages: list[dict], last_use: list[dict]) -> None:
-    """Gradients of received pages go home after the last wave that uses the page, and each is added once."""
-    n = spec.ranks
-    landed: list[dict] = [{} for _ in range(n)]
-    for x in range(spec.exchanges):
-        for source in range(n):
-            for target in range(n):
-                begin, end = tables.return_page_offsets[source, x, target : target + 2]
-                start, stop = tables.returned_page_offsets[target, x, source : source + 2]
-                assert end - begin == stop - start
-                for row, slot in zip(range(start, stop), tables.return_pages[source, begin:end], strict=True):
-                    assert last_use[source][slot] == x and row not in landed[target]
-                    landed[target][row] = pages[source][slot]
-    for rank in range(n):
-        added = []
-        for slot in range(spec.home_blocks):
-            rows = tables.sum_rows[rank, tables.sum_offsets[rank, slot] : tables.sum_offsets[rank, slot + 1]]
-            assert list(rows) == sorted(rows)
-            head, block = divmod(slot, spec.blocks_per_rank)
-            unit = (rank // spec.cp, head, rank % spec.cp * spec.blocks_per_rank + block)
-            assert all(landed[rank][row] == unit for row in rows)
-            added += list(rows)
-        assert sorted(added) == sorted(landed[rank])
-
-
-def statistics(plan: Plan, executed: dict, pages: list[dict], work: np.ndarray) -> None:
-    spec, stats = plan.spec, plan.stats
-    assert np.array_equal(stats.work, work)
-    assert stats.imbalance == pytest.approx(work.max() / work.mean() if work.any() else 1.0)
-    sent, received = np.zeros(spec.ranks, int), np.zeros(spec.ranks, int)
-    query = spec.block * spec.group * spec.head_dim * spec.item_bytes
-    for (sequence, _, block), (rank, _) in executed.items():
-        home = sequence * spec.cp + block // spec.blocks_per_rank
-        if home != rank:  # queries there, outputs back; equally wide here
-            for source, target in ((home, rank), (rank, home)):
-                sent[source] += query
-                received[target] += query
-    for rank, held in enumerate(pages):
-        for sequence, _, page in held.values():
-            sent[sequence * spec.cp + page // spec.blocks_per_rank] += spec.block * 2 * spec.head_dim * spec.item_bytes
-            received[rank] += spec.block * 2 * spec.head_dim * spec.item_bytes
-    assert np.array_equal(stats.sent_bytes, sent) and np.array_equal(stats.received_bytes, received)
-
-
-def visited_pages(lengths: list[int], spec: PoolSpec) -> list[list[int]]:
-    """Per block the pages from the first to the last that any of its rows may see, by a dense mask."""
-    segment = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-    segment = np.concatenate([segment, np.zeros(spec.seq_len - segment.size, int)])
-    query, key = np.arange(spec.seq_len)[:, None], np.arange(spec.seq_len)[None, :]
-    mask = (segment[:, None] == segment[None, :]) & (segment > 0)[:, None] & (key <= query)
-    if spec.window is not None:
-        mask &= query - key < spec.window
-    out = []
-    for rows in mask.reshape(-1, spec.block, spec.seq_len):
-        columns = np.flatnonzero(rows.any(axis=0)) // spec.block
-        # A block visits its own page even when only earlier rows of it are real: ranges end at the block itself.
-        out.append(list(range(columns.min(), columns.max() + 1)) if columns.size else [])
-    return out
+    walk_plan(plan, lengths)
 
 
 def test_work_by_hand():
@@ -230,7 +94,7 @@ def test_a_plan_that_does_not_fit_falls_back_and_says_so():
     assert "24" in plan.stats.fallback and "8" in plan.stats.fallback  # received pages needed, and the room
     parallel = planner.head_parallel(*page_arrays([[64], [64]], spec), spec, np.ones(spec.ranks))
     assert np.array_equal(plan.executor, parallel)
-    walk(plan, [[64], [64]])
+    walk_plan(plan, [[64], [64]])
 
 
 @given(pools())
@@ -239,7 +103,7 @@ def test_the_head_parallel_plan_fits_the_least_capacity(pool):
     spec, lengths, seed = pool
     tight = dataclasses.replace(spec, capacity=head_parallel_capacity(spec))
     plan = plan_pool(lengths, tight, policy=planner.random_plan(seed))  # whatever it does, there is a plan
-    walk(plan, lengths)
+    walk_plan(plan, lengths)
 
 
 def page_arrays(lengths: list[list[int]], spec: PoolSpec) -> tuple[np.ndarray, np.ndarray]:
