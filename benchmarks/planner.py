@@ -1,43 +1,59 @@
-"""The tile planner on three corpora: balance, bytes, room and time. Host side only: needs no accelerator and no jax.
+"""The tile planner on three corpora: balance, bytes, room, modelled time and planning time. Host side only: needs no
+accelerator and no jax.
 
 Draws documents from the length distributions in benchmarks/lengths, packs them into sequences, places the sequences
-of each step into pools, plans every pool, and prints what the plans cost beside Ulysses (head-parallel attention).
-Run: python -m benchmarks.planner [--pools 100] [--json FILE] [--report FILE]
+of each step into pools, plans every pool, and prints what the plans cost beside Ulysses (head-parallel attention) and
+beside what was asked; then modelled training steps, what balance costs, and ranks of unequal speed.
+Run: python -m benchmarks.planner [--pools 100] [--json FILE] [--report FILE] [--plot FILE]
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import itertools
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 import tyro
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks.frontier import SPEEDS, TOLERANCES, Point, frontier, frontier_png, speed_row
+from benchmarks.pools import (
+    CORPORA,
+    HEADS,
+    ROOMS,
+    SETTINGS,
+    Batches,
+    Setting,
+    cell,
+    measure,
+    pools_of,
+    row_of,
+    sample_batches,
+    sample_sequences,
+    table_of,
+    timed,
+)
 from benchmarks.reporting import machine, markdown
+from benchmarks.step_model import StepSeconds, all_alike, as_drawn, best_of, kernels, mean_of, planned_step, slots_of
 from libra_jax import planner
-from libra_jax.placement import place
-from libra_jax.plan import Plan, plan_pool
+from libra_jax.links import Links
 from libra_jax.planner import Policy
-from libra_jax.routing import Copies, PoolWork, choose_relays, route, runs_of
-from libra_jax.spec import Capacity, PoolSpec, head_parallel_capacity
-from libra_jax.workload import block_pages, document_starts, sequence_seconds
 
-LENGTHS = Path(__file__).parent / "lengths"
-CORPORA = ("lognormal-644-71k", "short-bulk-long-tail", "wikipedia")
-HEADS = ((32, 8), (32, 4), (64, 4))  # query heads, kv heads
+__all__ = ["CORPORA", "HEADS", "SETTINGS", "pools_of", "sample_batches", "sample_sequences", "table_of", "timed"]
+
 POLICIES: dict[str, Policy] = {
     "pooled": planner.pooled,
     "at_home": planner.at_home,
     "head_parallel": planner.head_parallel,
 }
+LEVELS = ("one level", "two levels")
+Row = dict[str, Any]
+Part = Literal["plans", "step", "frontier", "speeds"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,191 +62,279 @@ class Options:
 
     pools: int = 100
     """Pools planned for each corpus and head layout, at least."""
-    long_pools: int = 16
+    long_pools: int = 100
     """The same for sequences of 1M tokens; 0 leaves them out."""
+    parts: tuple[Part, ...] = ("plans", "step", "frontier", "speeds")
+    """plans: balance, bytes, room and time. step: modelled training steps. frontier: what balance costs. speeds: ranks
+    of unequal speed."""
     policy: str = "pooled"
     """pooled, at_home or head_parallel."""
-    room: tuple[str, ...] = ("default", "small")
-    """default: the spec's. small: for 6 home blocks of page copies to send, whatever the number of ranks."""
+    tolerance: float | None = None
+    """How far above its share a rank may be; None: the planner's default."""
+    room: tuple[str, ...] = ("default",)
+    """default: the spec's. asked: 0.8, 3 and 3 home blocks of received blocks, received pages and copies to send."""
+    fewer: int = 4
+    """The frontier and unequal speeds are drawn from so many times fewer pools."""
     seed: int = 0
     json: Path | None = None
     """Write all rows to this file."""
     report: Path | None = None
     """Write the tables to this file, as Markdown."""
+    plot: Path | None = None
+    """Draw the frontier to this file (PNG)."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """A training run's shapes. 8 sequences in a pool, block 128, head_dim 128, bfloat16."""
-
-    name: str
-    seq_len: int
-    cp: int
-    global_batch: int
-
-    def spec(self, heads: int, kv_heads: int, room: str) -> PoolSpec:
-        spec = PoolSpec(self.seq_len, 8, self.cp, heads, kv_heads, 128, block=128)
-        if room == "default":
-            return spec
-        need = head_parallel_capacity(spec)
-        return dataclasses.replace(spec, capacity=Capacity(1.0, max(4.0, need.pages), max(6.0, need.sent_pages)))
+def with_keywords(policy: Policy, **keywords: Any) -> Policy:
+    """The policy with those of these keywords that it has and that are not None."""
+    given = {name: value for name, value in keywords.items() if has(policy, name) and value is not None}
+    return functools.partial(policy, **given)
 
 
-SETTINGS = (Setting("256K", 262_144, 8, 128), Setting("1M", 1_048_576, 16, 32))
+def has(policy: Policy, keyword: str) -> bool:
+    return keyword in inspect.signature(policy).parameters
+
+
+class Report:
+    """Sections as they come: on the console at once, and kept for the files."""
+
+    def __init__(self) -> None:
+        self.console = Console(width=max(Console().width, 185))
+        self.lines: list[str] = []
+        self.rows: list[Row] = []
+
+    def add(self, title: str, rows: list[Row], notes: Sequence[str] = (), **common: Any) -> None:
+        self.console.print(table_of(title, rows))
+        for note in notes:
+            self.console.print(note)
+        cells = [[cell(*item) for item in row.items()] for row in rows]
+        self.lines += [f"## {title}", "", *markdown(list(rows[0]), cells), ""]
+        self.lines += [*notes, ""] if notes else []
+        self.rows += [common | row for row in rows]
 
 
 def main(options: Options) -> None:
-    console, report, rows = Console(width=max(Console().width, 185)), [], []
+    links, cost, report = Links(), kernels(), Report()
+    keywords = {"cost": cost, "links": links}
+    policy = with_keywords(POLICIES[options.policy], tolerance=options.tolerance, **keywords)
+    plans: list[Row] = []
+    steps: list[Row] = []
+    points: list[Point] = []
     for setting, pools in zip(SETTINGS, (options.pools, options.long_pools), strict=True):
         if not pools:
             continue
         batches = {corpus: sample_batches(corpus, setting, pools, options.seed) for corpus in CORPORA}
-        for room in options.room:
-            measured = []
-            for corpus, (heads, kv_heads) in itertools.product(CORPORA, HEADS):
-                row = {"corpus": corpus, "heads": f"{heads}/{kv_heads}"}
-                spec = setting.spec(heads, kv_heads, room)
-                measured.append(row | measure(batches[corpus], spec, POLICIES[options.policy]))
-            title = (
-                f"{setting.name} tokens, pool size 8, cp {setting.cp}, global batch {setting.global_batch}, "
-                f"{room} room, {options.policy} policy"
-            )
-            console.print(table_of(title, measured))
-            report += [
-                f"## {title}",
-                "",
-                *markdown(list(measured[0]), [[cell(*item) for item in row.items()] for row in measured]),
-                "",
+        if "plans" in options.parts:
+            for room, level in itertools.product(options.room, LEVELS):
+                plans += plan_rows(report, setting, batches, room, level, policy, options.policy)
+        if "step" in options.parts:
+            steps += step_rows(report, setting, batches, policy)
+        fewer = {corpus: few_pools(batches[corpus], setting, -(-pools // options.fewer)) for corpus in CORPORA}
+        spec = setting.spec(32, 8, two_level=True)
+        if "frontier" in options.parts and has(POLICIES[options.policy], "tolerance"):
+            here = [
+                point
+                for corpus in CORPORA
+                for point in frontier(
+                    setting.name, corpus, fewer[corpus], spec,
+                    lambda tolerance: with_keywords(POLICIES[options.policy], tolerance=tolerance, **keywords),
+                    cost, links,
+                )
+            ]  # fmt: skip
+            report.add(f"{setting.name} tokens: what balance costs", [point.row() for point in here], part="frontier")
+            points += here
+        if "speeds" in options.parts:
+            rows = [
+                speed_row(corpus, case, measure(fewer[corpus], spec, policy, cost, links, speed(spec.ranks, 0)))
+                for corpus, (case, speed) in itertools.product(CORPORA, SPEEDS.items())
             ]
-            rows += [{"tokens": setting.name, "room": room} | row for row in measured]
-    if options.json:
-        options.json.write_text(
-            json.dumps({"machine": machine("numpy"), "options": str(options), "rows": rows}, indent=1)
-        )
-    if options.report:
-        text = ["# Tile planner", "", machine("numpy") + " One core is used.", "", LEGEND, "", *report]
-        options.report.write_text("\n".join(text).rstrip() + "\n")
+            report.add(f"{setting.name} tokens: ranks of unequal speed", rows, part="speeds")
+    asked = asked_rows(plans, steps, options)
+    if asked:
+        at, report.lines = report.lines, []
+        report.add("Asked and measured", asked, [ASKED_NOTE])
+        report.lines += at
+    write(report, points, options)
 
 
-LEGEND = """\
-- imbalance: most pages visited by a rank, over the mean of the ranks. Median / 99th percentile over pools.
-- bytes, in units of what a rank sends with Ulysses (head-parallel attention), forward, dispatch and return together:
-  the mean over ranks and pools; then what the busiest rank sends and receives, median / 99th percentile over pools.
-- blocks, pages, copies: the room the busiest rank needs for received blocks, for received pages and for page copies to
-  send, in units of its home blocks. Median / 99th percentile / maximum over pools.
-- ms: processor time, median over pools: for the policy alone, and for all of `plan_pool`, tables included.
-- over 1.02: pools whose imbalance is more than that, for want of room. fallback: pools that got the head-parallel plan.
-- Room: default is the spec's own, N / K + 1 home blocks for copies and at least 6 (N ranks, K kv heads): when one
-  document as long as its sequence is nearly all of a pool's work, N / K ranks share each of its lanes and all read its
-  first page. Small is 6, whatever N and K: what balance costs where memory is short.
-"""
+def few_pools(batches: Batches, setting: Setting, count: int) -> list[list[list[int]]]:
+    """Pools spread evenly over all that the steps have."""
+    pools = list(pools_of(batches, setting.spec(32, 8)))
+    return pools[:: max(len(pools) // count, 1)][:count]
 
 
-def sample_sequences(corpus: str, seq_len: int, count: int, seed: int) -> list[list[int]]:
-    """`count` sequences, full of documents of lengths drawn from the corpus; one that does not fit is split."""
-    quantiles = json.loads((LENGTHS / f"{corpus}.json").read_text())
-    rng = np.random.default_rng(seed)
-    total, ends = count * seq_len, [np.arange(seq_len, count * seq_len + 1, seq_len)]
-    position = 0
-    while position < total:
-        drawn = np.interp(rng.random(65_536), quantiles["probability"], quantiles["length_tokens"])
-        ends.append(position + np.cumsum(np.maximum(drawn.astype(np.int64), 1)))
-        position = int(ends[-1][-1])
-    cuts = np.unique(np.concatenate(ends))
-    cuts = cuts[cuts <= total]
-    lengths = np.diff(cuts, prepend=0)
-    sequence = (cuts - 1) // seq_len
-    return [part.tolist() for part in np.split(lengths, np.flatnonzero(np.diff(sequence)) + 1)]
+def plan_rows(
+    report: Report, setting: Setting, batches: dict[str, Batches], room: str, level: str, policy: Policy, name: str
+) -> list[Row]:
+    rows, reasons = [], []
+    for corpus, (heads, kv_heads) in itertools.product(CORPORA, HEADS):
+        spec = setting.spec(heads, kv_heads, room, level == "two levels")
+        measured = measure(pools_of(batches[corpus], spec), spec, policy, kernels(), Links())
+        rows.append({"corpus": corpus, "heads": f"{heads}/{kv_heads}"} | row_of(measured))
+        reasons += [f"Fallback, {corpus} {heads}/{kv_heads}, {n} x: {why}." for why, n in measured.fallbacks.items()]
+        room_set_aside = spec.room.blocks, spec.room.pages, spec.room.sent_pages
+        rows[-1]["set aside"] = [size / spec.home_blocks for size in room_set_aside]
+    title = (
+        f"{setting.name} tokens, pool size 8, cp {setting.cp}, global batch {setting.global_batch}, {level}, "
+        f"{room} room, {name} policy"
+    )
+    common = {"tokens": setting.name, "level": level, "room": room}
+    both, rooms = ("corpus", "heads"), (*ROOMS, "set aside")
+    report.add(
+        title, [{k: v for k, v in row.items() if k not in rooms} for row in rows], reasons, part="plans", **common
+    )
+    needed = [{k: v for k, v in row.items() if k in both or k in rooms} for row in rows]
+    report.add(
+        f"{setting.name} tokens, {level}, {room} room: what the busiest rank needs", needed, part="room", **common
+    )
+    return [common | row for row in rows]
 
 
-def sample_batches(corpus: str, setting: Setting, pools: int, seed: int) -> list[list[list[int]]]:
-    """Sequences of as many optimizer steps as have at least that many pools of 8."""
-    steps = -(-pools * 8 // setting.global_batch)
-    sequences = sample_sequences(corpus, setting.seq_len, steps * setting.global_batch, seed)
-    return [sequences[i * setting.global_batch :][: setting.global_batch] for i in range(steps)]
+# ------------------------------------------------------------------------------------------------------ training steps
 
 
-def pools_of(batches: list[list[list[int]]], spec: PoolSpec) -> Iterator[list[list[int]]]:
-    """Each step's sequences in pools that cost alike."""
-    for batch in batches:
-        seconds = [sequence_seconds(sequence, spec) for sequence in batch]
-        for slot in place(seconds, spec.pool_size, across="all").reshape(-1, spec.pool_size):
-            yield [batch[i] for i in slot]
+def step_rows(report: Report, setting: Setting, batches: dict[str, Batches], policy: Policy) -> list[Row]:
+    """Modelled steps of Qwen3-8B, plan by plan."""
+    cost, links = kernels(), Links()
+    rows: list[Row] = []
+    for corpus in CORPORA:
+
+        def steps(
+            two_level: bool,
+            pool_size: int = 8,
+            policy: Policy = policy,
+            slots: Callable = slots_of,
+            corpus: str = corpus,
+        ) -> list[StepSeconds]:
+            spec = setting.spec(32, 8, two_level=two_level, pool_size=pool_size)
+            return [planned_step(batch, spec, policy, cost, links, slots) for batch in batches[corpus]]
+
+        ulysses = steps(False, policy=planner.head_parallel, slots=as_drawn)
+        eight, sixteen = steps(True), steps(True, 16)
+        kinds = {
+            "Ulysses, sequences as drawn": ulysses,
+            "Ulysses, placed": steps(False, policy=planner.head_parallel),
+            "pools of 8, one level": steps(False),
+            "pools of 8, two levels, all alike": steps(True, slots=all_alike),
+            "pools of 8, two levels": eight,
+            "pools of 16, two levels": sixteen,
+            CHOSEN: best_of([eight, sixteen]),
+        }
+        base = mean_of(ulysses).step
+        rows += [{"corpus": corpus, "plan": kind} | step_row(mean_of(kind_steps), base)
+                 | {"steps": len(kind_steps)} for kind, kind_steps in kinds.items()]  # fmt: skip
+    title = f"{setting.name} tokens: modelled steps of Qwen3-8B, 16 sequences side by side, global batch "
+    report.add(title + str(setting.global_batch), rows, part="step", tokens=setting.name)
+    return [{"tokens": setting.name} | row for row in rows]
 
 
-def measure(batches: list[list[list[int]]], spec: PoolSpec, policy: Policy) -> dict[str, Any]:
-    found: dict[str, list[float]] = {}
-    over = fallbacks = 0
-    for lengths in pools_of(batches, spec):
-        blocks = [block_pages(sequence, spec) for sequence in lengths]
-        first_page = np.stack([b.first_page for b in blocks])
-        num_pages = np.stack([b.num_pages for b in blocks])
-        _, policy_ms = timed(lambda f=first_page, n=num_pages: policy(f, n, spec, np.ones(spec.ranks)))
-        plan, plan_ms = timed(lambda lengths=lengths: plan_pool(lengths, spec, policy=policy))
-        stats, ulysses = plan.stats, max(plan.stats.ulysses_bytes, 1)
-        first_visible = np.stack([document_starts(sequence, spec.seq_len, spec.window) for sequence in lengths])
-        sample = {
-            "imbalance": stats.imbalance,
-            "bytes mean": stats.sent_bytes.mean() / ulysses,
-            "bytes sent": stats.sent_bytes.max() / ulysses,
-            "bytes received": stats.received_bytes.max() / ulysses,
-            "policy ms": policy_ms,
-            "plan ms": plan_ms,
-        } | room_needed(plan, PoolWork(spec, first_page, num_pages, first_visible))
-        for name, value in sample.items():
-            found.setdefault(name, []).append(float(value))
-        over += stats.imbalance > 1.02
-        fallbacks += stats.fallback is not None
-    row = {name: summary(name, np.array(values)) for name, values in found.items()}
-    return row | {"pools": len(found["imbalance"]), "over 1.02": over, "fallback": fallbacks}
+CHOSEN = "pools of 8 or 16, chosen by step"
 
 
-def room_needed(plan: Plan, work: PoolWork) -> dict[str, float]:
-    """What the busiest rank needs of `Capacity`, in units of its home blocks."""
-    relays = choose_relays(runs_of(plan.executor, work), work)
-    routes = route(plan.executor, plan.wave, work, relays)
-
-    def most(ranks: np.ndarray, copies: Copies) -> float:
-        return np.bincount(ranks, copies.length, 1).max() / work.spec.home_blocks
+def step_row(step: StepSeconds, base: float) -> Row:
+    def percent(seconds: float) -> str:
+        return f"{100 * seconds / step.ideal:.1f}%"
 
     return {
-        "blocks": most(routes.blocks.target, routes.blocks),
-        "pages": most(routes.pages.target, routes.pages),
-        "copies": most(routes.pages.source, routes.pages),
+        "efficiency": f"{step.efficiency:.3f}",
+        "attention alone": f"{step.attention_efficiency:.3f}",
+        "between pools": percent(step.between_pools),
+        "inside pools": percent(step.inside_pools),
+        "exposed": percent(step.exposed),
+        "step s": f"{step.step:.1f}",
+        "ideal s": f"{step.ideal_step:.1f}",
+        "faster than Ulysses": f"{base / step.step:.2f}x",
     }
 
 
-def timed(run: Callable[[], Any]) -> tuple[Any, float]:
-    """-> result, milliseconds of processor time (what other programs on this machine do counts little)."""
-    start = time.process_time()
-    result = run()
-    return result, 1e3 * (time.process_time() - start)
+# --------------------------------------------------------------------------------------------------- asked and measured
+
+ASKED_NOTE = (
+    "The worst of all corpora and head layouts; in brackets how many of them have what was asked. Rooms: what 99.9% of "
+    "pools need, and what the spec sets aside, which may be more than any needed."
+)
+PLANS_ASKED: list[tuple[str, tuple[float, float], Callable[[Row], float]]] = [
+    ("imbalance, median", (1.01, 1.01), lambda row: row["imbalance"][0]),
+    ("imbalance, 99%", (1.02, 1.02), lambda row: row["imbalance"][1]),
+    ("mean bytes over Ulysses'", (0.7, 0.7), lambda row: row["bytes mean"][0]),
+    ("busiest sender, median", (1.25, 1.25), lambda row: row["sent"][0]),
+    ("busiest sender, 99%", (1.25, 1.25), lambda row: row["sent"][1]),
+    ("busiest receiver, median", (1.25, 1.25), lambda row: row["received"][0]),
+    ("busiest receiver, 99%", (1.25, 1.25), lambda row: row["received"][1]),
+    ("received blocks needed", (0.8, 0.8), lambda row: row["blocks"][2]),
+    ("received blocks set aside", (0.8, 0.8), lambda row: row["set aside"][0]),
+    ("received pages needed", (3, 3), lambda row: row["pages"][2]),
+    ("received pages set aside", (3, 3), lambda row: row["set aside"][1]),
+    ("pages sent, needed", (3, 3), lambda row: row["copies"][2]),
+    ("pages sent, set aside", (3, 3), lambda row: row["set aside"][2]),
+    ("planning ms, median", (15, 60), lambda row: row["plan ms"][0]),
+    ("of which the policy", (15, 60), lambda row: row["policy ms"][0]),
+    ("plans that fall back", (0, 0), lambda row: row["fallback"]),
+]
+SKETCH = {"best corpus": (0.975, 0.94), "worst corpus": (0.92, 0.77)}
 
 
-def summary(name: str, values: np.ndarray) -> list[float]:
-    """The figures of a column: see LEGEND."""
-    if name == "bytes mean":
-        return [float(values.mean())]
-    if name.endswith("ms"):
-        return [float(np.median(values))]
-    quantiles = [0.5, 0.99, 1.0] if name in ("blocks", "pages", "copies") else [0.5, 0.99]
-    return [float(x) for x in np.quantile(values, quantiles)]
+def asked_rows(plans: list[Row], steps: list[Row], options: Options) -> list[Row]:
+    """A row for each number that was asked for, and what was measured, with the room of the first option."""
+    rows: list[Row] = []
+    names = [setting.name for setting in SETTINGS]
+    first = [row for row in plans if row["room"] == options.room[0]]
+    for what, bounds, value in PLANS_ASKED if first else []:
+        row: Row = {"what": what, "asked": "<= " + " / ".join(f"{x:g}" for x in dict.fromkeys(bounds))}
+        for (name, bound), level in itertools.product(zip(names, bounds, strict=True), LEVELS):
+            # Of what is asked in three digits only so many count.
+            values = [round(value(r), 3) for r in first if (r["tokens"], r["level"]) == (name, level)]
+            met = f"{sum(x <= bound for x in values)}/{len(values)}"
+            row[f"{name}, {level}"] = f"{max(values):.3f} ({met})" if values else "-"
+        rows.append(row)
+    chosen = [row for row in steps if row["plan"] == CHOSEN]
+    for (which, bounds), pick in zip(SKETCH.items(), (max, min), strict=True):
+        row = {"what": f"modelled efficiency, {which}", "asked": ">= " + " / ".join(f"{x:g}" for x in bounds)}
+        for name, level in itertools.product(names, LEVELS):
+            values = [float(r["efficiency"]) for r in chosen if r["tokens"] == name and level == LEVELS[1]]
+            row[f"{name}, {level}"] = f"{pick(values):.3f}" if values else "-"
+        if chosen:
+            rows.append(row)
+    return rows
 
 
-def cell(name: str, value: Any) -> str:
-    if not isinstance(value, list):
-        return str(value)
-    digits = 3 if name == "imbalance" else 0 if name.endswith("ms") else 2
-    return "/".join(f"{x:.{digits}f}" for x in value)
+LEGEND = """\
+Modelled time: kernels at 635 TFLOP/s, 360 GB/s of a rank inside a node of 8 and 50 GB/s between nodes, four waves
+(`libra_jax.modelled`). One level: every page comes from its home. Two levels: one that several ranks of another node
+read crosses once, to a relay.
+
+- imbalance: most pages visited by a rank, over the mean of the ranks. Median / 99th percentile over pools.
+- bytes, in units of what a rank sends with Ulysses (head-parallel attention), forward, dispatch and return together,
+  relays' included: the mean over ranks and pools; then what the busiest rank sends and receives, and across nodes,
+  median / 99th percentile over pools.
+- blocks, pages, copies: the room the busiest rank needs for received blocks, for received pages and for page copies to
+  send, in units of its home blocks; passed and relayed: for pages got from relays, and passed on by one. Median / 99th
+  percentile / 99.9% of pools. set aside: what the spec has of the first three.
+- time: modelled seconds of a layer's attention, forward and backward, over those of perfect balance at no cost of
+  exchange. Mean over pools.
+- ms: processor time, median over pools: for the policy alone, and for all of `plan_pool`, tables included.
+- over 1.02: pools whose imbalance is more than that. fallback: pools that got the head-parallel plan.
+- steps: efficiency is the ideal step's time over the step's. The ideal spreads attention evenly over all ranks of a
+  step and exposes nothing. Sequences of like cost share a micro-step (`place(across="pools")`), but where they are
+  taken as drawn, or "all alike": every pool of a step equal (`across="all"`, as in the tables above). What attention
+  takes beyond the ideal, in percent of it: because one pool of a micro-step has more to do than others, because one
+  rank of a pool has, and because exchanges and waiting for others are exposed.
+- makespan: the slowest rank's time over that of work shared in proportion to speeds, median / 99% / most.
+"""
 
 
-def table_of(title: str, rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for name in rows[0]:
-        table.add_column(name, justify="left" if name == "corpus" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(cell(*item) for item in row.items()))
-    return table
+def write(report: Report, points: list[Point], options: Options) -> None:
+    if points and options.plot:
+        parameter = inspect.signature(POLICIES[options.policy]).parameters.get("tolerance")
+        default = options.tolerance if parameter is None or options.tolerance is not None else parameter.default
+        frontier_png(options.plot, points, default)
+        report.lines += [f"![What balance costs, for tolerances {TOLERANCES[0]:g} to {TOLERANCES[-1]:g}]"
+                         f"({options.plot.name})", ""]  # fmt: skip
+    if options.json:
+        content = {"machine": machine("numpy"), "options": str(options), "rows": report.rows}
+        options.json.write_text(json.dumps(content, indent=1))
+    if options.report:
+        text = ["# Tile planner", "", machine("numpy") + " One core is used.", "", LEGEND, *report.lines]
+        options.report.write_text("\n".join(text).rstrip() + "\n")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_jax import CostModel, Links, PoolSpec, plan_pool, plan_seconds, planner, stack_plans
+from libra_jax.modelled import plan_counts
 from libra_jax.workload import block_pages
 
 BLOCK = 4
@@ -287,6 +288,29 @@ def test_same_as_event_by_event_with_relays(seed):
     assert sent > 0
     total = got.inside_sent[0].sum() + got.across_sent[0].sum()
     assert total == sum(move[4] for move in transfers(plan, lengths, False)) + sent
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_bytes_of_plans_with_relays(seed):
+    """What is sent in the forward pass is what the plan's statistics say, and first visible positions; in the backward
+    pass every page that went out comes back, by the same relays."""
+    rng = np.random.default_rng(seed)
+    spec = small_spec(4, 2, waves=int(rng.integers(3, 7)), ranks_per_node=4)
+    plan = plan_pool(random_lengths(spec, rng), spec, policy=planner.random_plan(seed))
+    assert plan.stats.fallback is None
+    counts, got = plan_counts(plan.tables), plan_seconds(plan, links=Links(4))
+    assert counts.passed_pages.sum() > 0
+    node = np.arange(8) // 4
+    assert not counts.passed_pages.transpose(0, 2, 1)[node[:, None] != node].any()
+    left = counts.sent_blocks.sum(axis=(1, 2))
+    np.testing.assert_array_equal((got.inside_sent + got.across_sent)[0], plan.stats.sent_bytes + left * 4 * BLOCK)
+    came = counts.sent_blocks.sum(axis=(0, 1))
+    received = plan.stats.received_bytes + came * 4 * BLOCK
+    np.testing.assert_array_equal((got.inside_received + got.across_received)[0], received)
+    for out, back in (("sent_pages", "returned_pages"), ("passed_pages", "returned_passed")):
+        went, returned = getattr(counts, out).sum(axis=1), getattr(counts, back).sum(axis=1)
+        np.testing.assert_array_equal(went, returned.T)
+    assert got.across_sent[1].sum() == got.across_received[1].sum()
 
 
 # ------------------------------------------------------------------------------------------------ worked by hand
