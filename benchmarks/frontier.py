@@ -20,7 +20,7 @@ from libra_jax.spec import PoolSpec
 from libra_jax.workload import CostModel
 
 TOLERANCES = (0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
-COLORS = ("#20639b", "#c0563b", "#5f7d95")
+COLORS = ("#20639b", "#c0563b", "#4f8a4c")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,22 +71,22 @@ def frontier(
 
 def frontier_png(path: str | os.PathLike, points: list[Point], default: float | None) -> None:
     """A row of panels a setting: bytes of the busiest sender, mean bytes, and modelled time, each over the median
-    imbalance that was reached. A line a corpus, a dot a tolerance; the default's is filled."""
+    imbalance that was reached. A line a corpus, a dot a tolerance; the default's is filled. Broken lines: asked."""
     settings = list(dict.fromkeys(point.setting for point in points))
     corpora = list(dict.fromkeys(point.corpus for point in points))
-    panels: list[tuple[str, Callable[[Point], float]]] = [
-        ("busiest sender's bytes over Ulysses', median", lambda point: point.median("sent")),
-        ("mean bytes over Ulysses'", lambda point: point.mean("bytes mean")),
-        ("modelled time over the ideal, mean", lambda point: point.mean("time")),
+    panels: list[tuple[str, Callable[[Point], float], float | None]] = [
+        ("busiest sender's bytes over Ulysses', median", lambda point: point.median("sent"), 1.25),
+        ("mean bytes over Ulysses'", lambda point: point.mean("bytes mean"), 0.7),
+        ("modelled time over the ideal, mean", lambda point: point.mean("time"), None),
     ]
     figure = Figure(figsize=(15, 4.8 * len(settings)), layout="constrained")
     figure.suptitle("What balance costs: each dot a tolerance of the planner", fontsize=14, fontweight="bold")
     grid = figure.subplots(len(settings), len(panels), squeeze=False)
     for axes_row, setting in zip(grid, settings, strict=True):
-        for axes, (label, value) in zip(axes_row, panels, strict=True):
+        for axes, (label, value, asked) in zip(axes_row, panels, strict=True):
             for corpus, color in zip(corpora, COLORS, strict=False):
                 line = [point for point in points if (point.setting, point.corpus) == (setting, corpus)]
-                x, y = [point.median("imbalance") - 1 for point in line], [value(point) for point in line]
+                x, y = [max(point.median("imbalance") - 1, 1e-4) for point in line], [value(point) for point in line]
                 axes.plot(x, y, color=color, marker="o", markerfacecolor="white", label=corpus)
                 for point, at in zip(line, zip(x, y, strict=True), strict=True):
                     name = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": 7, "color": color}
@@ -95,8 +95,10 @@ def frontier_png(path: str | os.PathLike, points: list[Point], default: float | 
                         axes.plot(*at, color=color, marker="o")
             axes.set_title(f"{setting} tokens: {label}", loc="left", fontsize=10)
             axes.set_xlabel("imbalance between ranks - 1, median")
-            axes.set_xscale("symlog", linthresh=1e-3)
-            axes.set_xlim(left=0)
+            axes.set_xscale("log")
+            axes.axvline(0.01, color="#999999", linewidth=1, linestyle="--", zorder=0)
+            if asked is not None:
+                axes.axhline(asked, color="#999999", linewidth=1, linestyle="--", zorder=0)
             axes.spines[["top", "right"]].set_visible(False)
     grid[0][0].legend(frameon=False)
     figure.savefig(path, dpi=130)
