@@ -80,7 +80,8 @@ class Relays:
         """
         spec, tables, (passing, returning) = self.tables.spec, self.tables, self.exchanges(coming, going)
         leaving = self.dispatched if passing else self.returning
-        outbox = leaving.empty() if passing or returning else None
+        outbox = buffers.outbox if passing else None  # the next one is written over the last
+        outbox = leaving.empty() if outbox is None and (passing or returning) else outbox
         if outbox is not None and passing:
             outbox = leaving.put(outbox, PASSED, received().at[tables.relay_pages].get(mode="clip"))
         if outbox is not None and returning:
@@ -107,7 +108,7 @@ class Relays:
             parts, buffers.outbox, inbox, leaving, landing,
             transport=self.transport, node_ranks=self.tables.spec.node_ranks,
         )  # fmt: skip
-        return buffers._replace(outbox=None, **({"inbox": arrived} if passing else {"home": arrived}))
+        return buffers._replace(**({"inbox": arrived} if passing else {"home": arrived}))
 
     def pages(self, buffers: Buffers) -> list[list[jax.Array]]:
         """The passed pages, by array; nothing where none can be there yet."""

@@ -12,13 +12,14 @@ import libra_jax
 from libra_jax.attention import PLAN_SPEC, SEQUENCE_SPEC
 from libra_jax.memory import attention_bytes
 from libra_jax.schedule import OVERLAP_OPTIONS
-from libra_jax.spec import PoolSpec
+from libra_jax.spec import Capacity, PoolSpec
 from libra_jax.tables import PlanTables, table_shapes
 from libra_jax.targets import target_mesh
 
 AXES = ("pool", "dp", "cp")
 SMALL = PoolSpec(seq_len=16384, pool_size=2, cp=2, num_heads=16, num_kv_heads=4, head_dim=128)
 QWEN3_8B = PoolSpec(seq_len=262144, pool_size=8, cp=8, num_heads=32, num_kv_heads=8, head_dim=128)
+NODES = dataclasses.replace(SMALL, pool_size=4, waves=4, ranks_per_node=4)
 TOLERANCE = 0.05
 
 
@@ -63,9 +64,15 @@ def set_aside(spec: PoolSpec) -> tuple[int, int]:
         dataclasses.replace(QWEN3_8B, waves=2),
         dataclasses.replace(QWEN3_8B, waves=3),
         dataclasses.replace(QWEN3_8B, waves=4, num_kv_heads=4),
+        dataclasses.replace(NODES, waves=3, capacity=Capacity(1, 2, 4, passed_pages=3, relayed_pages=1.5)),
+        dataclasses.replace(QWEN3_8B, waves=4, ranks_per_node=8, capacity=Capacity(1, 3, 4, passed_pages=2)),
+        dataclasses.replace(NODES, waves=5, capacity=Capacity(1, 2, 4, passed_pages=1, relayed_pages=3)),
     ],
-    ids=["1 wave", "narrow values", "4 waves, little room", "8B at 256K", "8B, 3 waves", "4 kv heads, 4 waves"],
-)
+    ids=[
+        "1 wave", "narrow values", "4 waves, little room", "8B at 256K", "8B, 3 waves", "4 kv heads, 4 waves",
+        "relays, 3 waves", "8B, nodes of 8", "relays, 5 waves",
+    ],
+)  # fmt: skip
 def test_the_formula_is_what_xla_sets_aside(spec: PoolSpec) -> None:
     ours = attention_bytes(spec)
     lse = ours.kept - spec.home_blocks * (spec.block_bytes + spec.page_bytes)  # kept inside of this program
@@ -82,3 +89,16 @@ def test_parts_add_up_and_a_pool_of_one_rank_needs_no_boxes() -> None:
     assert alone.forward.outbox == alone.forward.inboxes == 0
     parts = attention_bytes(SMALL).backward
     assert parts.total == parts.outbox + parts.inputs + parts.results + parts.inboxes
+
+
+def test_relays_cost_their_room_and_where_nothing_can_be_passed_on_they_cost_nothing() -> None:
+    spec = dataclasses.replace(NODES, capacity=Capacity(1, 2, 4, passed_pages=0.5, relayed_pages=2))
+    one_level, two = (attention_bytes(s) for s in (dataclasses.replace(spec, ranks_per_node=None), spec))
+    passed, relayed = (spec.home_blocks * room * spec.page_bytes for room in (0.5, 2))
+    assert two.kept == one_level.kept
+    assert two.forward.inboxes - one_level.forward.inboxes == passed
+    assert two.backward.inboxes - one_level.backward.inboxes == passed + relayed
+    assert two.forward.outbox - one_level.forward.outbox == relayed
+    assert two.backward.results - one_level.backward.results == 2 * passed  # summed in float32
+    in_one_node = dataclasses.replace(spec, ranks_per_node=spec.ranks)
+    assert attention_bytes(in_one_node) == one_level
