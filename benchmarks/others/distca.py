@@ -20,8 +20,8 @@ Where it leaves a choice, or counts more than need be, the reading that is best 
 - The published loop stops when every deficit is small, which can leave one rank far above the mean. Here ranks that
   are still above the tolerance then go on giving, to ever smaller deficits.
 - Targets follow the ranks' speeds. No room limits what a rank receives or sends.
-- An attention server there is a tensor-parallel group, up to the 8 GPUs of a node, which split the heads. Here it may be
-  any number of neighbouring ranks; what a server executes is dealt to its ranks by head, as in Ulysses. In tensor
+- An attention server there is a tensor-parallel group, up to the 8 GPUs of a node, which split the heads. Here it may
+  be any number of neighbouring ranks; what a server executes is dealt to its ranks by head, as in Ulysses. In tensor
   parallelism heads are apart from the start, so what that dealing sends inside a node is not DistCA's to answer for.
 
 Letters: P sequences, S servers, K kv heads, nb blocks of a sequence. Blocks and pages of all sequences are numbered
