@@ -22,11 +22,11 @@ class Documents:
         return np.arange(self.lengths[index], dtype=np.int32) + 1000 * index
 
 
-def batches_of(lengths, spec, **options):
+def batches_of(lengths, spec, sizes=None, **options):
     documents = Documents(lengths)
     packed = pack_documents(lengths, spec.seq_len, seed=options.get("seed", 0))
     sampler = PoolSampler([documents.lengths[numbers] for numbers in packed], spec, **options)
-    return StepBatches(documents, packed, sampler)
+    return StepBatches(documents, packed, sampler, sizes=sizes)
 
 
 def served(sampler, steps):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -69,31 +68,46 @@ def attention(pools: int, dp: int, cp: int) -> dict[str, jax.Array]:
 
 
 def step(pools: int, dp: int, cp: int) -> dict[str, jax.Array]:
-    """Loss, gradient norm and updated weights of one optimizer step of the trainer."""
-    from train_base import TINY, pack
+    """Losses, gradient norms and weights of a few optimizer steps of the trainer, each in pools of `dp` or of twice as
+    many sequences: every process makes its own batches, and so its own choices."""
+    import jax.numpy as jnp
+    from data_base import batches_of
+    from jax.sharding import NamedSharding, PartitionSpec
+    from train_base import FAST_LINKS, TINY
 
     from libra_jax.data import DataConfig
     from libra_jax.train.config import AttentionConfig, MeshConfig, OptimizerConfig, TrainConfig
     from libra_jax.train.mesh import make_mesh, place_batch
-    from libra_jax.train.step import compile_step, plan_state
+    from libra_jax.train.step import compile_program, plan_state
 
     config = TrainConfig(
         model=dataclasses.replace(TINY, num_layers=1),
         data=DataConfig(paths=("none",)),
-        mesh=MeshConfig(pools, dp, cp),
+        mesh=MeshConfig(pools, dp, cp, pool_sizes=(2 * dp,), least_saving=0.0, links=FAST_LINKS),
         attention=AttentionConfig(block=8),
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2),
         seq_len=SEQ_LEN,
         steps=6,
     )
     mesh = make_mesh(config.mesh)
-    lengths = [[64], [1, 20, 3, 9, 1, 5], [40, 24], []]
-    tokens = (np.arange(len(lengths))[:, None] * 7 + np.arange(SEQ_LEN)) % TINY.vocab_size
-    batch = pack(lengths, tokens, config.spec)
+    lengths = np.random.default_rng(0).choice([64, 40, 24, 9, 3], 40)
+    batches = batches_of(lengths, config.spec, config.pool_sizes, pools=pools)
     blueprint = plan_state(config, mesh)
-    compiled = compile_step(config, mesh, blueprint, batch.arrays, batch.plans)
-    state, numbers = compiled(blueprint.init(), *place_batch(mesh, batch.arrays, batch.plans))
-    results: dict[str, Any] = {name: numbers[name] for name in ("loss", "grad_norm")}
+    programs = {size: compile_program(config, mesh, blueprint, size) for size in config.mesh.sizes}
+    state, results, sizes = blueprint.init(), {}, []
+    for number in range(4):
+        batch = batches[number]
+        arrays = {
+            "tokens": batch["tokens"] % TINY.vocab_size,
+            "targets": np.where(batch["targets"] < 0, -1, batch["targets"] % TINY.vocab_size),
+            "positions": batch["positions"],
+        }
+        program = programs[batch["pool_size"]]
+        state, numbers = program.run(state, *place_batch(program.mesh, arrays, batch["plans"]))
+        results |= {f"{name}{number}": numbers[name] for name in ("loss", "grad_norm")}
+        sizes.append(batch["pool_size"])
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    results["sizes"] = jax.jit(lambda: jnp.array(sizes, jnp.int32), out_shardings=everywhere)()
     for path, leaf in jax.tree.leaves_with_path(state["params"]):
         results["weight" + jax.tree_util.keystr(path)] = leaf
     return results

@@ -149,6 +149,40 @@ def test_what_does_not_fit_is_said_with_both_numbers_and_by_the_exit_status(
         assert ("It does not fit: 78.1 GiB" in said.err) is (status == 1)
 
 
+def test_every_pool_size_is_checked_and_named(
+    report: Report, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Pools of 1, 2 and 4 sequences on the same eight GPUs; the largest does not fit, whatever the others do."""
+    config = dataclasses.replace(small(), mesh=MeshConfig(2, 2, 2, pool_sizes=(4, 1)))
+    full = TARGETS["h100"].memory_bytes
+
+    def compiled(config: TrainConfig, *_: object) -> Report:
+        assert config.mesh.sizes == (config.mesh.pool_size,) and config.mesh.devices == 8
+        peak = full if config.mesh.pool_size == 4 else report.peak_bytes
+        return dataclasses.replace(report, config=config, peak_bytes=peak)
+
+    monkeypatch.setattr(command, "preflight", compiled)
+    options = command.PreflightOptions(target="h100", topology="1x2x4", report=tmp_path / "out", json=True)
+    assert command.run(options, config, "small", "libra preflight small") == 1
+    said = capsys.readouterr()
+    assert re.fullmatch(r"libra: Pool size 4: It does not fit: .*\n", said.err)
+    json_said = json.loads(said.out)
+    assert json_said == json.loads((tmp_path / "out.json").read_text()) and json_said.keys() >= CONTRACT
+    assert json_said["fits"] is False and json_said["peak_bytes"] == full and json_said["pool_size"] == 4
+    fits = {
+        size: (keys["fits"], keys["pool_size"], keys["pool_ranks"]) for size, keys in json_said["pool_sizes"].items()
+    }
+    assert fits == {"1": (True, 1, 2), "2": (True, 2, 4), "4": (False, 4, 8)}
+    page = (tmp_path / "out.md").read_text()
+    assert page.startswith("# Preflight: small on 8 H100, every pool size\n\n- Pool size 1: It fits: ")
+    assert [line for line in page.splitlines() if line.startswith("## ")] == [f"## Pool size {n}" for n in (1, 2, 4)]
+    assert page.count("### Memory at the peak") == 3 and "- Pool size 4: It does not fit: " in page
+
+    assert command.run(dataclasses.replace(options, json=False, report=None), config, "small", "") == 1
+    table = capsys.readouterr().out
+    assert table.index("2 pools x 2 sequences") < table.index("1 pools x 4 sequences") < table.index("Pool size 1: It")
+
+
 def test_the_command_as_a_user_runs_it(tmp_path: Path, report: Report) -> None:
     """In a process of its own, which has no JAX_PLATFORMS; the report's folder is given."""
     (tmp_path / "small.py").write_text(FILE.format(tests=str(Path(__file__).parent)))
@@ -164,6 +198,7 @@ def test_the_command_as_a_user_runs_it(tmp_path: Path, report: Report) -> None:
     said = json.loads(done.stdout)
     assert said == json.loads((tmp_path / "out.json").read_text()) and said["config"] == "small"
     assert said["step_tokens"] == 4 * 1024 and said["kernels"] == as_json(report)["kernels"]
+    assert said["pool_size"] == 2 and "pool_sizes" not in said
     assert "preflight small.py --target h100" in (tmp_path / "out.md").read_text()
 
 

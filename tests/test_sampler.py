@@ -17,7 +17,7 @@ from libra_jax.data import DataConfig, PoolSampler, StepBatches, open_batches, p
 from libra_jax.data.batches import BatchIterator, sequence_arrays
 from libra_jax.data.documents import PADDING_TOKEN
 from libra_jax.data.sampler import EMPTY
-from libra_jax.plan import check_batch
+from libra_jax.plan import check_batch, plan_pool
 
 # --------------------------------------------------------------------------------------------------------------- order
 
@@ -237,6 +237,29 @@ def test_sampler_balances_the_pools_of_a_step():
             pools = sampler.seconds[slots].sum(axis=-1)
             result.append(pools.max() / pools.mean())
     assert np.mean(placed) < 1.02 < 1.2 < np.mean(in_order)
+
+
+def test_across_pools_micro_steps_differ_so_that_pools_need_not_mix():
+    """Half of the sequences one document each, half short ones. Without a pipeline a step takes as long either way,
+    and plans move less between ranks where heavy sequences are among themselves."""
+    spec = small_spec(seq_len=2048, pool_size=4, block=64)
+    long = np.random.default_rng(5).integers(1500, 2049, 16)
+    lengths = [[int(n)] for n in long] + [[64] * 32] * 16
+    assert PoolSampler(lengths, spec).across == DataConfig(paths=("x",)).across == "pools", "the trainer's default"
+    seconds, sent = {}, {}
+    for across in ("pools", "all"):
+        sampler = PoolSampler(lengths, spec, pools=2, micro_steps=4, across=across)
+        slots = sampler[0]
+        seconds[across] = sampler.work(slots).sum(axis=2)
+        pools = [[sampler.document_lengths(n) for n in pool] for pool in slots.reshape(-1, 4)]
+        sent[across] = sum(plan_pool(pool, spec).stats.sent_bytes.sum() for pool in pools)
+    equal = seconds["pools"].max(axis=1) / seconds["pools"].mean(axis=1)
+    assert equal.max() < 1.01, "the pools of one micro-step"
+    assert seconds["pools"][0].mean() > 4 * seconds["pools"][3].mean(), "micro-steps may differ"
+    assert seconds["all"].max() / seconds["all"].mean() < 1.05
+    step = {across: pools.max(axis=1).sum() for across, pools in seconds.items()}
+    assert step["pools"] < step["all"] * 1.01
+    assert sent["pools"] < 0.75 * sent["all"]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import errno
 import io
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,16 +24,26 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
-from train_base import TINY, Packed, pack, tiny_spec
+from train_base import FAST_LINKS, TINY, Packed, pack, tiny_spec
 
 from libra_jax.data import VOCAB_SIZE, DataConfig, open_batches
 from libra_jax.models.vocabulary import cross_entropy_sum
+from libra_jax.train import loop
 from libra_jax.train.checkpoint import Checkpoints
 from libra_jax.train.config import AttentionConfig, CheckpointConfig, MeshConfig, OptimizerConfig, TrainConfig
 from libra_jax.train.loop import RunStopped, hold_folder, train
 from libra_jax.train.mesh import batch_shardings, make_mesh
 from libra_jax.train.metrics import MetricsFile, StepRecord, baselines, imbalance, read_metrics
-from libra_jax.train.step import compile_step, learning_rate, mean_loss_and_gradients, plan_state
+from libra_jax.train.step import (
+    Program,
+    compile_program,
+    compile_step,
+    learning_rate,
+    mean_loss_and_gradients,
+    plan_state,
+)
+
+TWO_SIZES = MeshConfig(2, 2, 2, pool_sizes=(4,), least_saving=0.0, links=FAST_LINKS)
 
 
 def config_of(pools: int, pool_size: int, cp: int, **changes: Any) -> TrainConfig:
@@ -177,11 +188,47 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused_with_both_numbers() -> 
         ({"seq_len": 60}, r"seq_len \(60\) must be a multiple of cp \* block \(2 \* 8 = 16\)"),
         ({"steps": 0}, r"steps \(0\) must be at least 1"),
         ({"micro_steps": 0}, r"micro_steps \(0\) must be at least 1"),
+        (
+            {"attention": AttentionConfig(block=8, ranks_per_node=2)},
+            r"waves \(2\) must be at least 3 with ranks_per_node \(2\) in a pool of 4",
+        ),
+        (
+            {"mesh": MeshConfig(2, 2, 2, (4,)), "attention": AttentionConfig(block=8, ranks_per_node=4)},
+            r"waves \(2\) must be at least 3 with ranks_per_node \(4\) in a pool of 8",
+        ),
     ],
 )
 def test_a_config_that_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(config_of(2, 2, 2), **changes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"pool_sizes": (3,)}, r"mesh.pool_sizes: 3 must divide pools \* pool_size \(2 \* 4 = 8\)"),
+        ({"pool_sizes": (16,)}, r"mesh.pool_sizes: 16 must divide .* = 8\)"),
+        ({"pool_sizes": (0,)}, r"mesh.pool_sizes: each of them \(0\) must be at least 1"),
+        ({"pool_sizes": (8, 4)}, r"\(8, 4\) and pool_size \(4\) must name a size once, and 4 is there twice"),
+        ({"least_saving": 1.0}, r"mesh.least_saving \(1.0\) must be at least 0 and below 1"),
+    ],
+)
+def test_pool_sizes_that_cannot_be_are_refused_with_both_numbers(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MeshConfig(pools=2, pool_size=4, cp=2, **fields)
+
+
+def test_every_pool_size_has_the_shapes_of_a_run_that_knows_no_other() -> None:
+    """Nodes of four ranks: pools of two sequences lie inside of one, pools of four and eight do not."""
+    attention = AttentionConfig(block=8, waves=3, ranks_per_node=4)
+    config = config_of(4, 2, 2, attention=attention)
+    several = dataclasses.replace(config, mesh=MeshConfig(4, 2, 2, pool_sizes=(8, 4)))
+    assert several.mesh.sizes == (2, 4, 8) and [s.pool_size for s in several.pool_sizes.specs] == [8, 4]
+    assert [several.spec_of(size).ranks_per_node for size in several.mesh.sizes] == [None, 4, 4]
+    assert several.at_pool_size(2) == config
+    assert several.at_pool_size(8) == config_of(1, 8, 2, attention=attention)
+    assert several.spec_of(8) == several.at_pool_size(8).spec
+    assert several.step_tokens == several.at_pool_size(8).step_tokens == config.step_tokens
 
 
 # The run.
@@ -234,6 +281,11 @@ def saved_arrays(config: TrainConfig) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(state)}
 
 
+def places_of(state: Any) -> list[int]:
+    """Where in memory each device's share of each array lies."""
+    return [shard.data.unsafe_buffer_pointer() for x in jax.tree.leaves(state) for shard in x.addressable_shards]
+
+
 def numbers_of(records: list[StepRecord]) -> list[dict[str, Any]]:
     """Records without what differs from one clock to another."""
     return [
@@ -271,6 +323,61 @@ def test_a_run_that_stops_and_goes_on_equals_one_that_does_not_bit_for_bit(folde
     again, printed = start(dataclasses.replace(part, steps=8))
     assert "has done its 8 steps already; --steps 16 goes on" in printed and "compiled" not in printed
     assert again == records
+
+
+def test_a_run_of_several_pool_sizes_has_the_curve_of_each_and_compiles_ahead_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs hand the state on where it lies: nothing is copied, moved or compiled once the first step has begun."""
+    compiled: list[str] = []
+    at_step: list[int] = []
+    moved: list[bool] = []
+
+    def listen(event: str, seconds: float, **about: Any) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append(event)
+
+    def compile_watched(*arguments: Any) -> Program:
+        program = compile_program(*arguments)
+
+        def run(state: Any, arrays: Any, plans: Any) -> Any:
+            before = places_of(state)
+            at_step.append(len(compiled))
+            with jax.transfer_guard("disallow"):
+                after, numbers = program.run(state, arrays, plans)
+            moved.append(places_of(after) != before)
+            return after, numbers
+
+        return Program(program.mesh, run)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    monkeypatch.setattr(loop, "compile_program", compile_watched)
+    curves: dict[str, list[StepRecord]] = {}
+    try:
+        for name, mesh in {
+            "2": MeshConfig(2, 2, 2),
+            "4": MeshConfig(1, 4, 2),
+            "2 and 4": TWO_SIZES,
+        }.items():
+            at_step.clear()
+            config = run_config(folder, f"pools of {name}", mesh=mesh, steps=6, checkpoint=CheckpointConfig(every=6))
+            curves[name], printed = start(config)
+            assert len(at_step) == 6 and at_step[0] > 0 and len(set(at_step)) == 1 and len(compiled) == at_step[0], name
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert moved == [False] * 18
+    assert re.search(r"pool size 2: .* s\npool size 4: .* s\ncompiled in .* s, once for the whole run", printed)
+    assert "or 1 pools x 4 sequences: each step takes" in printed
+    sizes = {name: [record.pool_size for record in records] for name, records in curves.items()}
+    assert sizes["2"] == [2] * 6 and sizes["4"] == [4] * 6 and set(sizes["2 and 4"]) == {2, 4}
+    column = [line.split()[-1] for line in printed.splitlines() if re.match(r" +\d/6 ", line)]
+    assert [int(size) for size in column] == sizes["2 and 4"]
+    for field, rtol in (("loss", 2e-6), ("grad_norm", 2e-5)):
+        one, *others = ([getattr(record, field) for record in records] for records in curves.values())
+        for other in others:
+            np.testing.assert_allclose(other, one, rtol=rtol)
+    for fields in zip(*curves.values(), strict=True):
+        assert len({(r.targets, r.tokens, r.imbalance_home, r.imbalance_ulysses) for r in fields}) == 1
 
 
 def test_a_run_whose_config_or_data_has_changed_is_refused_with_both_values(folder: Path) -> None:
@@ -335,13 +442,18 @@ def test_a_run_folder_that_cannot_be_held_is_refused(folder: Path) -> None:
         start(run_config(folder, "held"))
 
 
+def killed_config(folder: Path, name: str) -> TrainConfig:
+    """Every step chooses between two pool sizes."""
+    return run_config(folder, name, steps=40, mesh=TWO_SIZES)
+
+
 def test_a_run_killed_at_any_moment_goes_on_and_ends_with_the_same_curve(folder: Path) -> None:
     """kill -9 from outside, then the same command again; against a run in this process that was left alone."""
     config_file = folder / "killed.py"
     config_file.write_text(
         f'"""A test."""\nimport sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n'
-        "from pathlib import Path\nfrom test_train import run_config\n"
-        f"def config():\n    return run_config(Path({str(folder)!r}), 'killed', steps=40)\n"
+        "from pathlib import Path\nfrom test_train import killed_config\n"
+        f"def config():\n    return killed_config(Path({str(folder)!r}), 'killed')\n"
     )
     command = [sys.executable, "-m", "libra_jax.cli", "train", str(config_file)]
     environment = os.environ | {
@@ -364,5 +476,7 @@ def test_a_run_killed_at_any_moment_goes_on_and_ends_with_the_same_curve(folder:
     assert f"checkpoints: {folder}/killed/checkpoints" in lines
     assert f"to go on: {sys.executable} -m libra_jax.cli train {config_file} --steps 80" in lines
     assert (folder / "killed" / "work_per_rank.png").read_bytes().startswith(b"\x89PNG")
-    whole, _ = start(run_config(folder, "alone", steps=40))
+    whole, _ = start(killed_config(folder, "alone"))
     assert numbers_of(read_metrics(curve)) == numbers_of(whole)
+    assert {record.pool_size for record in whole} == {2, 4}
+    assert re.search(r"sequences in a pool\W+2 in \d+ steps, 4 in \d+ steps", done.stdout)

@@ -1,8 +1,8 @@
 """From documents to the batches that a training step takes: text -> packed sequences -> pools -> tokens and plans.
 
 documents.py reads text files as byte tokens; packing.py fills sequences with Grain's packers; sampler.py says which
-sequences a step holds, and where; batches.py is the Grain pipeline that gives them. Names are imported on first use:
-only packing and batches need Grain.
+sequences a step holds, and where; pool_size.py, in pools of which size; batches.py is the Grain pipeline that gives
+them. Names are imported on first use: only packing and batches need Grain.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ _HOME = {
     "BatchIterator": "batches",
     "DataConfig": "config",
     "PoolSampler": "sampler",
+    "PoolSizes": "pool_size",
     "StepBatches": "batches",
     "TextDocuments": "documents",
     "VOCAB_SIZE": "documents",
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from libra_jax.data.documents import VOCAB_SIZE as VOCAB_SIZE
     from libra_jax.data.documents import TextDocuments as TextDocuments
     from libra_jax.data.packing import pack_documents as pack_documents
+    from libra_jax.data.pool_size import PoolSizes as PoolSizes
     from libra_jax.data.sampler import PoolSampler as PoolSampler
 
 

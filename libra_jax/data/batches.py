@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import grain
@@ -18,11 +19,10 @@ import numpy as np
 from libra_jax.data.config import DataConfig
 from libra_jax.data.documents import PADDING_TOKEN, TextDocuments
 from libra_jax.data.packing import pack_documents
+from libra_jax.data.pool_size import Planner, PoolSizes, plan_step
 from libra_jax.data.sampler import EMPTY, PoolSampler
-from libra_jax.plan import Plan, PlanTables, plan_pool, stack_plans
+from libra_jax.plan import PlanTables, plan_pool, stack_plans
 from libra_jax.spec import PoolSpec
-
-Planner = Callable[[Sequence[Sequence[int]], PoolSpec], Plan]
 
 
 class Documents(Protocol):
@@ -64,14 +64,17 @@ class StepBatches(grain.MapDataset):
 
     tokens, targets, segment_ids, positions: (micro_steps, pools * pool_size, seq_len) int32, in slot order;
         see `sequence_arrays`.
-    plans: `PlanTables` with leading axes (micro_steps, pools, dp, cp).
+    plans: `PlanTables` with leading axes (micro_steps, pools, dp, cp). Their spec says which pool size was chosen.
     stats: the `PlanStats` of every pool, (micro_steps * pools,) list. host only, as are:
+    pool_size: the chosen one, int. pools: how many of them lie side by side.
+    modelled_seconds: by pool size, see `StepPlan`. planning_seconds: of one core, for placement, plans and choice.
     sequence_ids: (micro_steps, pools, pool_size) int64, -1 where a sequence is all padding.
     lengths: document lengths of the step's sequences, in the order in which they came before they were placed.
     epoch: int.
 
     documents: where tokens come from. packed: the documents of each sequence that `sampler` numbers.
     planner: plans one pool; `libra_jax.plan_pool` by default.
+    sizes: further pool sizes, from which each step takes the one with the least modelled time; None: none.
     """
 
     def __init__(
@@ -80,11 +83,14 @@ class StepBatches(grain.MapDataset):
         packed: Sequence[np.ndarray],
         sampler: PoolSampler,
         planner: Planner = plan_pool,
+        sizes: PoolSizes | None = None,
     ) -> None:
         super().__init__()
         if len(packed) != len(sampler.lengths):
             raise ValueError(f"{len(packed)} packed sequences, but the sampler knows {len(sampler.lengths)}")
         self.documents, self.packed, self.sampler, self.planner = documents, packed, sampler, planner
+        self.sizes = PoolSizes() if sizes is None else sizes
+        self.sizes.of(sampler)  # refuses sizes that do not fit
 
     def __len__(self) -> int:
         return sys.maxsize  # epochs go on for ever; the run says how many steps it takes
@@ -96,14 +102,20 @@ class StepBatches(grain.MapDataset):
         if isinstance(index, slice):
             return self.slice(index)
         sampler, spec = self.sampler, self.sampler.spec
-        slots = sampler[index]
+        began = time.thread_time()
+        planned = plan_step(sampler, index, self.sizes, self.planner)
+        slots, tables = planned.slots, stack_micro_steps([stack_plans(pools) for pools in planned.plans])
+        planning_seconds = time.thread_time() - began
         rows = [self._row(number) for number in slots.ravel()]
         shape = (sampler.micro_steps, sampler.pools * spec.pool_size, spec.seq_len)
         batch: dict[str, Any] = {name: np.stack([row[name] for row in rows]).reshape(shape) for name in rows[0]}
-        plans = [[self.planner([sampler.document_lengths(n) for n in pool], spec) for pool in pools] for pools in slots]
         return batch | {
-            "plans": stack_micro_steps([stack_plans(pools) for pools in plans]),
-            "stats": [plan.stats for pools in plans for plan in pools],
+            "plans": tables,
+            "stats": [plan.stats for pools in planned.plans for plan in pools],
+            "pool_size": planned.spec.pool_size,
+            "pools": slots.shape[1],
+            "modelled_seconds": planned.modelled_seconds,
+            "planning_seconds": planning_seconds,
             "sequence_ids": slots,
             "lengths": [sampler.document_lengths(number) for number in sampler.step_sequences(index)],
             "epoch": sampler.epoch(index),
@@ -168,7 +180,9 @@ class BatchIterator(grain.DatasetIterator):
         return "BatchIterator"
 
 
-def open_step_batches(config: DataConfig, spec: PoolSpec, pools: int, micro_steps: int, seed: int) -> StepBatches:
+def open_step_batches(
+    config: DataConfig, spec: PoolSpec, pools: int, micro_steps: int, seed: int, sizes: PoolSizes | None = None
+) -> StepBatches:
     """Documents found, packed and dealt to steps, as the configs say; see `StepBatches`."""
     documents = TextDocuments.open(spec.seq_len, config.paths, config.packages, config.suffixes)
     packed = pack_documents(
@@ -183,11 +197,16 @@ def open_step_batches(config: DataConfig, spec: PoolSpec, pools: int, micro_step
         across=config.across,
         last_step=config.last_step,
     )
-    return StepBatches(documents, packed, sampler)
+    return StepBatches(documents, packed, sampler, sizes=sizes)
 
 
 def open_batches(
-    config: DataConfig, spec: PoolSpec, pools: int = 1, micro_steps: int = 1, seed: int = 0
+    config: DataConfig,
+    spec: PoolSpec,
+    pools: int = 1,
+    micro_steps: int = 1,
+    seed: int = 0,
+    sizes: PoolSizes | None = None,
 ) -> BatchIterator:
     """The batches of a run, from its first step; endless. Close it when done: it reads ahead in a thread."""
-    return BatchIterator(open_step_batches(config, spec, pools, micro_steps, seed), config.prefetch)
+    return BatchIterator(open_step_batches(config, spec, pools, micro_steps, seed, sizes), config.prefetch)

@@ -24,8 +24,9 @@ class DataConfig:
     """Most documents in one sequence; None: no limit."""
     across: Literal["all", "pools"] = "pools"
     """Make all slots of a step equal, or only the pools of each micro-step; see `libra_jax.place`. Pools wait for one
-    another within a micro-step only, unless a pipeline lets micro-steps overlap. This trainer has none, so "pools", the
-    easier aim, loses nothing; `place` itself cannot know, and defaults to "all"."""
+    another within a micro-step only, unless a pipeline lets micro-steps overlap. This trainer has none, so "pools"
+    loses nothing, and it moves less: sequences of like cost share a pool. `place` itself cannot know whether there is a
+    pipeline, and defaults to "all"."""
     last_step: Literal["pad", "drop"] = "pad"
     """An epoch's last, partial step: fill it with empty sequences, or leave its sequences out of this epoch."""
     prefetch: int = dataclasses.field(default=2, metadata={"may_change": True})

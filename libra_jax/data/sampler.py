@@ -27,7 +27,10 @@ class PoolSampler:
     lengths: document lengths of every packed sequence, (sequences,) lists.
     spec: pool_size and the shapes that work is counted with. pools, micro_steps: slots of a step.
     seed: every epoch deals all sequences anew, in an order that depends on (seed, epoch).
-    across: as in `libra_jax.place`. cost: prices a sequence's work; None: `CostModel()`.
+    across: as in `libra_jax.place`. "pools", the default: sequences of like cost share a micro-step, whose pools are
+        equal, and micro-steps may differ; pools wait for one another within a micro-step only, unless a pipeline lets
+        micro-steps overlap, and sequences that are alike leave little to move between ranks.
+    cost: prices a sequence's work; None: `CostModel()`.
     last_step: an epoch whose last step is not full either fills it with empty sequences, last in the order ("pad":
         every sequence once an epoch), or leaves those sequences out of this epoch ("drop").
 
@@ -62,7 +65,8 @@ class PoolSampler:
                 f"{len(lengths)} sequences do not fill one step of {self.sequences_per_step}, and last_step='drop' "
                 "leaves out what does not; use last_step='pad' or smaller steps"
             )
-        self.seconds = np.array([sequence_seconds(sizes, spec, cost) for sizes in self.lengths])
+        self.cost = CostModel() if cost is None else cost
+        self.seconds = np.array([sequence_seconds(sizes, spec, self.cost) for sizes in self.lengths])
 
     @property
     def sequences_per_step(self) -> int:
@@ -87,9 +91,25 @@ class PoolSampler:
         return np.concatenate([taken, np.full(size - len(taken), EMPTY, np.int64)])
 
     def __getitem__(self, step: int) -> np.ndarray:
+        return self.slots(step, self.spec.pool_size)
+
+    def slots(self, step: int, pool_size: int) -> np.ndarray:
+        """The same sequences as `sampler[step]`, dealt to pools of another size: (micro_steps, pools, pool_size) int64.
+
+        As many sequences lie side by side. Raises ValueError where pools of this size cannot hold them.
+        """
+        pools, rest = divmod(self.pools * self.spec.pool_size, pool_size)
+        if rest:
+            raise ValueError(
+                f"pool_size ({pool_size}) must divide the sequences of a micro-step, pools * pool_size "
+                f"({self.pools} * {self.spec.pool_size} = {self.pools * self.spec.pool_size})"
+            )
         sequences = self.step_sequences(step)
-        work = np.where(sequences == EMPTY, 0.0, self.seconds[sequences])
-        return sequences[place(work, self.spec.pool_size, self.pools, self.across)]
+        return sequences[place(self.work(sequences), pool_size, pools, self.across)]
+
+    def work(self, sequences: np.ndarray) -> np.ndarray:
+        """What sequences cost by their numbers, float64 of their shape: seconds of one layer, 0 where `EMPTY`."""
+        return np.where(sequences == EMPTY, 0.0, self.seconds[sequences])
 
     def document_lengths(self, number: int) -> list[int]:
         """Document lengths of one sequence by its number; none where it is `EMPTY`."""

@@ -8,13 +8,14 @@ import importlib.metadata
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 from rich.console import Console
 
 from libra_jax.preflight.program import parse_topology
-from libra_jax.preflight.report import Report, as_json, as_markdown, preflight, print_report, verdict
+from libra_jax.preflight.report import Report, all_as_json, all_as_markdown, preflight, print_report, verdicts
 from libra_jax.targets import TARGETS
 from libra_jax.train.config import TrainConfig
 
@@ -32,7 +33,7 @@ class PreflightOptions:
 
 
 def run(options: PreflightOptions, config: TrainConfig, name: str, command: str) -> int:
-    """Prints the report of a config. Returns 0 if the step fits and 1 if it does not.
+    """Prints the report of a config, of every pool size. Returns 0 if the step fits in all of them and 1 if not.
 
     Raises ValueError for a target, topology or mesh that cannot be, RuntimeError for missing packages, OSError when the
     report cannot be written.
@@ -48,17 +49,27 @@ def run(options: PreflightOptions, config: TrainConfig, name: str, command: str)
         raise OSError(f"the report cannot be written: folder {options.report.parent} does not let us")
     compile_on_the_host()
     notice = Console(stderr=True)
-    with notice.status(f"tracing and compiling for {config.mesh.devices} {options.target} (a minute or two)"):
-        report = preflight(config, options.target, topology, name)
+    reports = []
+    for size in config.mesh.sizes:
+        which = f", pool size {size}" if config.mesh.pool_sizes else ""
+        with notice.status(
+            f"tracing and compiling for {config.mesh.devices} {options.target}{which} (a minute or two)"
+        ):
+            reports.append(preflight(config.at_pool_size(size), options.target, topology, name))
     if options.json:
-        print(json.dumps(as_json(report), indent=2))
+        print(json.dumps(all_as_json(reports), indent=2))
     else:
-        print_report(report, Console(width=None if sys.stdout.isatty() else _PAGE_COLUMNS))
+        console = Console(width=None if sys.stdout.isatty() else _PAGE_COLUMNS)
+        for report in reports:
+            print_report(report, console)
+        if len(reports) > 1:
+            console.print("", *verdicts(reports), sep="\n", soft_wrap=True)
     if options.report is not None:
-        _write(report, options.report, command)
-    if not report.fits:
-        print(f"libra: {verdict(report)}", file=sys.stderr)
-    return 0 if report.fits else 1
+        _write(reports, options.report, command)
+    for report, line in zip(reports, verdicts(reports), strict=True):
+        if not report.fits:
+            print(f"libra: {line}", file=sys.stderr)
+    return 0 if all(report.fits for report in reports) else 1
 
 
 def compile_on_the_host() -> None:
@@ -68,8 +79,8 @@ def compile_on_the_host() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
-def _write(report: Report, path: Path, command: str) -> None:
+def _write(reports: Sequence[Report], path: Path, command: str) -> None:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "triton", "jax-triton"))
     stamp = f"Written {datetime.date.today()} by the command above, with {versions}. Compiled, not run."
-    path.with_name(path.name + ".json").write_text(json.dumps(as_json(report), indent=2) + "\n")
-    path.with_name(path.name + ".md").write_text(as_markdown(report, command, stamp))
+    path.with_name(path.name + ".json").write_text(json.dumps(all_as_json(reports), indent=2) + "\n")
+    path.with_name(path.name + ".md").write_text(all_as_markdown(reports, command, stamp))

@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from libra_jax.attention import MESH_AXES
-from libra_jax.tables import PlanTables, table_shapes
 from libra_jax.targets import target_mesh
 from libra_jax.train.config import TrainConfig
-from libra_jax.train.step import Blueprint, compile_step, plan_state
+from libra_jax.train.step import Blueprint, compile_step, plan_state, step_shapes
 
 Topology = tuple[int, int, int]
 """(slices, hosts in a slice, GPUs in a host)."""
@@ -96,18 +94,6 @@ def compile_for(config: TrainConfig, target: str, topology: Topology) -> Compile
             seconds=seconds,
             remarks=tuple(dict.fromkeys(str(w.message) for w in said if w.category is UserWarning)),
         )
-
-
-def step_shapes(config: TrainConfig) -> tuple[dict[str, jax.ShapeDtypeStruct], PlanTables]:
-    """Shapes of a step's arrays and of its plans' tables, which are the same for every batch."""
-    spec, mesh = config.spec, config.mesh
-
-    def numbers(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((config.micro_steps, *shape), jnp.int32)
-
-    arrays = {name: numbers(mesh.sequences, spec.seq_len) for name in ("tokens", "targets", "positions")}
-    ranks = mesh.pools, spec.pool_size, spec.cp
-    return arrays, PlanTables(spec=spec, **{name: numbers(*ranks, *s) for name, s in table_shapes(spec).items()})
 
 
 def _dumped(folder: str, what: str) -> str:

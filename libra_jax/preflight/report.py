@@ -55,6 +55,10 @@ class Report:
         return self.peak_bytes + RESERVED_BYTES <= self.device_bytes
 
     @property
+    def pool_size(self) -> int:
+        return self.config.mesh.pool_size
+
+    @property
     def operator(self) -> list[Exchange]:
         """The attention operator's exchanges."""
         return [exchange for exchange in self.exchanges if exchange.purpose in OPERATOR_PURPOSES]
@@ -108,6 +112,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "operator_exchanges": len(operator),
         "operator_overlapped": sum(not exchange.exposed for exchange in operator),
         "max_group_size": max((exchange.group_size for exchange in operator), default=None),
+        "pool_size": report.pool_size,
         "pool_ranks": spec.ranks,
         "inside_pools": all(_inside_pools(exchange, spec.ranks) for exchange in operator),
         "program_max_group_size": max((exchange.group_size for exchange in report.exchanges), default=None),
@@ -123,6 +128,16 @@ def as_json(report: Report) -> dict[str, Any]:
         "step_tokens": report.config.step_tokens,
         "remarks": list(report.remarks),
     }
+
+
+def all_as_json(reports: Sequence[Report]) -> dict[str, Any]:
+    """What `--json` prints of a config, from a report for each pool size. With several: whether all fit, the other keys
+    of the size that needs most memory, and "pool_sizes": {size: all of its keys}."""
+    keys = as_json(max(reports, key=lambda report: report.peak_bytes))
+    if len(reports) == 1:
+        return keys
+    sizes = {str(report.pool_size): as_json(report) for report in reports}
+    return keys | {"fits": all(report.fits for report in reports), "pool_sizes": sizes}
 
 
 def verdict(report: Report) -> str:
@@ -163,6 +178,28 @@ def as_markdown(report: Report, command: str, stamp: str) -> str:
         lines += ["|" + "|".join("---:" if label in _NUMBERS else "---" for label in header) + "|"]
         lines += ["| " + " | ".join(row) + " |" for row in rows] + [""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def all_as_markdown(reports: Sequence[Report], command: str, stamp: str) -> str:
+    """The page of a config with one report for each pool size: that report, or the verdicts and then each of them."""
+    pages = [as_markdown(report, command, stamp) for report in reports]
+    if len(reports) == 1:
+        return pages[0]
+    first = reports[0]
+    lines = [f"# Preflight: {first.name} on {first.config.mesh.devices} {first.target.upper()}, every pool size", ""]
+    lines += [*(f"- {line}" for line in verdicts(reports)), ""]
+    for report, page in zip(reports, pages, strict=True):
+        _, *rest = page.splitlines()
+        lines += [f"## Pool size {report.pool_size}", *("#" + line if line.startswith("#") else line for line in rest)]
+        lines += [""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def verdicts(reports: Sequence[Report]) -> list[str]:
+    """The verdict of each report, with its pool size if there are several."""
+    if len(reports) == 1:
+        return [verdict(reports[0])]
+    return [f"Pool size {report.pool_size}: {verdict(report)}" for report in reports]
 
 
 _NUMBERS = {"size", "times", "ranks", "registers", "spills", "shared", "warps", "calls", "share"}

@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from libra_jax.data import DataConfig
+from libra_jax.data import DataConfig, PoolSizes
+from libra_jax.links import Links
 from libra_jax.models.qwen3 import Qwen3Config
 from libra_jax.spec import PoolSpec
 
@@ -36,12 +37,33 @@ class MeshConfig:
     """Packed sequences in a pool (mesh axis "dp")."""
     cp: int = 1
     """Ranks that hold one sequence (mesh axis "cp")."""
+    pool_sizes: tuple[int, ...] = free(())
+    """Further pool sizes, beside pool_size: the same devices in fewer, larger pools, or in more, smaller ones. Each is
+    compiled ahead, and each step takes the one with the least modelled time."""
+    least_saving: float = free(0.02)
+    """Of two pool sizes a step takes the larger if it saves more than this share of the attention's modelled time."""
+    links: Links = dataclasses.field(default_factory=Links, metadata={"may_change": True})
+    """What the wires between ranks carry: prices the exchange where a pool size is chosen."""
     cpu_devices: int | None = free(None)
     """Virtual devices to make when the platform is cpu; None leaves it as JAX has it."""
 
     def __post_init__(self) -> None:
         for name in ("pools", "pool_size", "cp"):
             _at_least(f"mesh.{name}", getattr(self, name), 1)
+        if not 0 <= self.least_saving < 1:
+            raise ValueError(f"mesh.least_saving ({self.least_saving}) must be at least 0 and below 1")
+        for size in self.pool_sizes:
+            _at_least("mesh.pool_sizes: each of them", size, 1)
+            if self.sequences % size:
+                raise ValueError(
+                    f"mesh.pool_sizes: {size} must divide pools * pool_size ({self.pools} * {self.pool_size} = "
+                    f"{self.sequences}), as pools of every size lie on the same devices"
+                )
+            if (self.pool_size, *self.pool_sizes).count(size) > 1:
+                raise ValueError(
+                    f"mesh.pool_sizes {self.pool_sizes} and pool_size ({self.pool_size}) must name a size once, and "
+                    f"{size} is there twice"
+                )
         if self.cpu_devices is not None:
             _at_least("mesh.cpu_devices", self.cpu_devices, 1)
 
@@ -53,6 +75,11 @@ class MeshConfig:
     @property
     def devices(self) -> int:
         return self.sequences * self.cp
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """All pool sizes that a step may take, in ascending order."""
+        return tuple(sorted((self.pool_size, *self.pool_sizes)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +94,9 @@ class AttentionConfig:
     """Room for what a rank receives, in units of its home blocks; None chooses."""
     window: int | None = None
     """A query sees at most this many keys, its own included; None: its whole document."""
+    ranks_per_node: int | None = free(None)
+    """Neighbouring ranks in one node, where pages are to cross between nodes once and be passed on inside; for pools of
+    several nodes, and 3 waves or more. None: every page comes straight from its home. See `PoolSpec`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,14 +171,19 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _at_least("micro_steps", self.micro_steps, 1)
         _at_least("steps", self.steps, 1)
-        self.spec  # noqa: B018  refuses shapes that do not fit together
+        for size in self.mesh.sizes:
+            self.spec_of(size)  # refuses shapes that do not fit together
 
     @property
     def spec(self) -> PoolSpec:
         """The pool's shapes, as model, mesh and attention state them."""
+        return self.spec_of(self.mesh.pool_size)
+
+    def spec_of(self, pool_size: int) -> PoolSpec:
+        """The shapes of a pool of another size."""
         return PoolSpec(
             seq_len=self.seq_len,
-            pool_size=self.mesh.pool_size,
+            pool_size=pool_size,
             cp=self.mesh.cp,
             num_heads=self.model.num_heads,
             num_kv_heads=self.model.num_kv_heads,
@@ -158,7 +193,19 @@ class TrainConfig:
             capacity=self.attention.capacity,
             window=self.attention.window,
             dtype=self.model.compute_dtype,
+            ranks_per_node=self.attention.ranks_per_node,
         )
+
+    @property
+    def pool_sizes(self) -> PoolSizes:
+        """What a step chooses its pool size from, and how."""
+        further = tuple(self.spec_of(size) for size in self.mesh.pool_sizes)
+        return PoolSizes(further, self.mesh.least_saving, self.mesh.links)
+
+    def at_pool_size(self, size: int) -> TrainConfig:
+        """The same run, all of its steps in pools of one size on the same devices; `size` is one of `mesh.sizes`."""
+        mesh = dataclasses.replace(self.mesh, pools=self.mesh.sequences // size, pool_size=size, pool_sizes=())
+        return dataclasses.replace(self, mesh=mesh)
 
     @property
     def step_tokens(self) -> int:

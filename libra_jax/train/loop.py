@@ -29,7 +29,7 @@ from libra_jax.train import metrics
 from libra_jax.train.checkpoint import Checkpoints
 from libra_jax.train.config import TrainConfig, fixed_values
 from libra_jax.train.mesh import make_mesh, place_batch, start_devices
-from libra_jax.train.step import compile_step, plan_state
+from libra_jax.train.step import ARRAYS, Blueprint, Program, compile_program, plan_state
 
 
 class RunStopped(Exception):
@@ -74,7 +74,9 @@ def train(config: TrainConfig, console: Console) -> Result:
     start_devices(config.mesh)
     mesh = make_mesh(config.mesh)
     with hold_folder(Path(config.run_dir)) as folder:
-        batches = open_batches(config.data, config.spec, config.mesh.pools, config.micro_steps, config.seed)
+        batches = open_batches(
+            config.data, config.spec, config.mesh.pools, config.micro_steps, config.seed, config.pool_sizes
+        )
         values = {"config": fixed_values(config), "data": batches.identity}
         with contextlib.closing(batches), Checkpoints(folder.checkpoints, config.checkpoint) as checkpoints:
             for name in checkpoints.set_aside:
@@ -90,8 +92,8 @@ def train(config: TrainConfig, console: Console) -> Result:
             if not records:
                 raise ValueError(f"{folder.metrics} is missing or empty, so this run cannot be summed up")
             last = batches.batches[records[-1].step - 1]
-            plain = metrics.baselines(last["lengths"], config.spec, config.mesh.pools)["home"]
-            return Result(folder, records, plain, metrics.planned_work(last["stats"], config.mesh.pools))
+            plain = metrics.baselines(last["lengths"], config.spec_of(last["pool_size"]), last["pools"])["home"]
+            return Result(folder, records, plain, metrics.planned_work(last["stats"], last["pools"]))
 
 
 def _train_steps(
@@ -111,38 +113,47 @@ def _train_steps(
     curve = metrics.MetricsFile(folder.metrics, done)
     (folder.path / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
 
-    compiled = None
+    several = len(config.mesh.sizes) > 1
     with contextlib.closing(curve), _progress(console) as progress:
         bar = progress.add_task("compiling", total=config.steps, completed=done)
+        programs = _compile(config, mesh, blueprint, console)
+        metrics.print_header(console, several)
+        progress.update(bar, description="training")
         for step in range(done + 1, config.steps + 1):
             begin = time.perf_counter()
             batch = next(batches)
-            arrays = {name: batch[name] for name in ("tokens", "targets", "positions")}
-            plans = batch["plans"]
+            arrays, plans = {name: batch[name] for name in ARRAYS}, batch["plans"]
             check_batch(plans, batch["segment_ids"].reshape(-1, config.seq_len))
-            if compiled is None:
-                waited = time.perf_counter()
-                _say(console, "compiling (about half a minute for a small model)")
-                compiled = compile_step(config, mesh, blueprint, arrays, plans)
-                _say(console, f"compiled in {time.perf_counter() - waited:.1f} s, once for the whole run")
-                metrics.print_header(console)
-                progress.update(bar, description="training")
-                begin += time.perf_counter() - waited
-            state, numbers = compiled(state, *place_batch(mesh, arrays, plans))
+            program = programs[batch["pool_size"]]
+            state, numbers = program.run(state, *place_batch(program.mesh, arrays, plans))
             numbers = {name: value.item() for name, value in jax.device_get(numbers).items()}
             record = _record(config, step, batch, numbers, time.perf_counter() - begin)
             _refuse_non_finite(record, batch, checkpoints)
             with _disk(folder, step, checkpoints):
                 curve.append(record)
                 checkpoints.save(step, state, batches, values, last=step == config.steps)
-            metrics.print_step(console, record, config.steps)
+            metrics.print_step(console, record, config.steps, several)
             progress.update(bar, completed=step)
 
 
+def _compile(config: TrainConfig, mesh: Mesh, blueprint: Blueprint, console: Console) -> dict[int, Program]:
+    """The run's programs by pool size. There will be no others: they refuse what they were not compiled for."""
+    sizes, begin = config.mesh.sizes, time.perf_counter()
+    for_each = f", for each of {len(sizes)} pool sizes" if len(sizes) > 1 else ""
+    _say(console, f"compiling (about half a minute for a small model{for_each})")
+    programs = {}
+    for size in sizes:
+        started = time.perf_counter()
+        programs[size] = compile_program(config, mesh, blueprint, size)
+        if len(sizes) > 1:
+            _say(console, f"pool size {size}: {time.perf_counter() - started:.1f} s")
+    _say(console, f"compiled in {time.perf_counter() - begin:.1f} s, once for the whole run")
+    return programs
+
+
 def _record(config: TrainConfig, step: int, batch: Any, numbers: dict[str, Any], seconds: float) -> metrics.StepRecord:
-    spec, pools = config.spec, config.mesh.pools
-    arrived = metrics.baselines(batch["lengths"], spec, pools)
-    work = metrics.planned_work(batch["stats"], pools)
+    arrived = metrics.baselines(batch["lengths"], config.spec, config.mesh.pools)
+    work = metrics.planned_work(batch["stats"], batch["pools"])
     tokens = int((batch["segment_ids"] > 0).sum())
     return metrics.StepRecord(
         step=step,
@@ -153,6 +164,8 @@ def _record(config: TrainConfig, step: int, batch: Any, numbers: dict[str, Any],
         imbalance_ulysses=metrics.imbalance(arrived["ulysses"]),
         imbalance_libra=metrics.imbalance(work),
         fallbacks=sum(plan.fallback is not None for plan in batch["stats"]),
+        pool_size=batch["pool_size"],
+        planning_seconds=batch["planning_seconds"],
         **numbers,
     )
 
@@ -207,6 +220,9 @@ def describe(config: TrainConfig, mesh: Mesh, data: StepBatches, console: Consol
         f"Qwen3 with {config.model.num_parameters:,} parameters on {mesh.size} {platform} devices: "
         f"{shape.pools} pools x {shape.pool_size} sequences x {shape.cp} ranks",
     )
+    if shape.pool_sizes:
+        others = ", ".join(f"{shape.sequences // size} pools x {size} sequences" for size in shape.pool_sizes)
+        _say(console, f"or {others}: each step takes the pool size with the least modelled time")
     _say(
         console,
         f"{config.step_tokens:,} tokens a step: {config.micro_steps} micro-steps x {shape.sequences} sequences x "

@@ -67,6 +67,18 @@ def make_mesh(
     return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=found)
 
 
+def regrouped(mesh: Mesh, config: MeshConfig) -> Mesh:
+    """The devices of `mesh` in the same order, grouped as `config` says.
+
+    Sequences and parameters lie over axes in this order, so every array stays where it is: only which ranks are a pool
+    changes, and with it how plans lie. Raises ValueError with both numbers if there are other devices.
+    """
+    if config.devices != mesh.size:
+        raise ValueError(f"a mesh of {mesh.size} devices cannot be regrouped into one of {config.devices}")
+    devices = mesh.devices.reshape(config.pools, config.pool_size, config.cp)
+    return Mesh(devices, MESH_AXES, axis_types=mesh.axis_types)
+
+
 def batch_shardings(mesh: Mesh, arrays: dict[str, Any], plans: Any) -> tuple[dict[str, NamedSharding], Any]:
     """Shardings of a step's arrays (micro_steps, sequences, seq_len) and tables (micro_steps, pools, dp, cp, ...)."""
     rows = NamedSharding(mesh, PartitionSpec(None, ("pool", "dp"), "cp"))

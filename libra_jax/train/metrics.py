@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,6 +34,8 @@ class StepRecord:
     `ulysses`: every sequence's heads are dealt to its CP group. `libra`: the plans that were run. The first two take
     the step's sequences in the order in which they were packed, `libra` as they were placed.
     fallbacks: pools of the step whose plan did not fit and was replaced by the head-parallel one.
+    pool_size: of the step's pools. planning_seconds: of one core, to place and plan the step, and to choose the size.
+        Both None in files that were written before they were counted.
     """
 
     step: int
@@ -47,6 +50,8 @@ class StepRecord:
     imbalance_ulysses: float
     imbalance_libra: float
     fallbacks: int
+    pool_size: int | None = None
+    planning_seconds: float | None = None
 
 
 def step_work(lengths: Sequence[Sequence[int]], spec: PoolSpec, pools: int, policy: Policy) -> np.ndarray:
@@ -114,17 +119,18 @@ def _line(record: StepRecord) -> str:
     return json.dumps(dataclasses.asdict(record)) + "\n"
 
 
-_WIDTHS = (9, 8, 10, 13, 10, 9, 8, 6)  # 79 characters with the gaps
+_WIDTHS = (9, 8, 10, 13, 10, 9, 8, 6, 5)  # 79 characters with the gaps, without the last
 
 
-def print_header(console: Console) -> None:
-    columns = ("step", "loss", "grad norm", "learning rate", "tokens/s", "plain CP", "Ulysses", "Libra")
-    over = f"{'imbalance: time / time if work were even':>{sum(_WIDTHS) + len(_WIDTHS) - 1}}"
-    console.print(over, _row(columns), sep="\n", style="bold", soft_wrap=True)
+def print_header(console: Console, pool_sizes: bool = False) -> None:
+    """pool_sizes: a column says which pool size each step takes."""
+    columns = ["step", "loss", "grad norm", "learning rate", "tokens/s", "plain CP", "Ulysses", "Libra"]
+    over = f"{'imbalance: time / time if work were even':>{sum(_WIDTHS[:8]) + 7}}"
+    console.print(over, _row([*columns, *["pool"] * pool_sizes]), sep="\n", style="bold", soft_wrap=True)
 
 
-def print_step(console: Console, record: StepRecord, steps: int) -> None:
-    values = (
+def print_step(console: Console, record: StepRecord, steps: int, pool_sizes: bool = False) -> None:
+    values = [
         f"{record.step}/{steps}",
         f"{record.loss:.4f}",
         f"{record.grad_norm:.3f}",
@@ -133,12 +139,12 @@ def print_step(console: Console, record: StepRecord, steps: int) -> None:
         f"{record.imbalance_home:.2f}",
         f"{record.imbalance_ulysses:.2f}",
         f"{record.imbalance_libra:.2f}",
-    )
-    console.print(_row(values), soft_wrap=True)
+    ]
+    console.print(_row([*values, *[f"{record.pool_size}"] * pool_sizes]), soft_wrap=True)
 
 
 def _row(values: Sequence[str]) -> str:
-    return " ".join(f"{value:>{width}}" for value, width in zip(values, _WIDTHS, strict=True))
+    return " ".join(f"{value:>{width}}" for value, width in zip(values, _WIDTHS, strict=False))
 
 
 def summary(records: Sequence[StepRecord]) -> Table:
@@ -162,6 +168,12 @@ def summary(records: Sequence[StepRecord]) -> Table:
             f"{mean('imbalance_home', records) / mean('imbalance_libra', records):.2f}, modelled from the work"
         ),
     }
+    sizes = Counter(record.pool_size for record in records if record.pool_size is not None)
+    if len(sizes) > 1:
+        rows["sequences in a pool"] = ", ".join(f"{size} in {sizes[size]} steps" for size in sorted(sizes))
+    planning = [record.planning_seconds for record in records if record.planning_seconds is not None]
+    if planning:
+        rows["planning a step, median"] = f"{1e3 * float(np.median(planning)):.1f} ms of one core, ahead of the step"
     table = Table(title="Summary", show_header=False, title_justify="left")
     table.add_column(overflow="fold")
     table.add_column(overflow="fold")

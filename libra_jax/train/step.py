@@ -1,4 +1,4 @@
-"""One optimizer step, compiled once for a whole run.
+"""One optimizer step, compiled once for a whole run, or once for each pool size that its steps may take.
 
 Takes the state, a batch of micro-steps and their plans; gives the next state and a few numbers. Gradients of the
 micro-steps are added up by a scan, and divided once by the number of targets in the whole step, so that neither the
@@ -19,11 +19,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from libra_jax.models.qwen3 import Qwen3
 from libra_jax.schedule import OVERLAP_OPTIONS
+from libra_jax.tables import PlanTables, table_shapes
 from libra_jax.train.config import OptimizerConfig, TrainConfig
-from libra_jax.train.mesh import batch_shardings, state_shardings
+from libra_jax.train.mesh import batch_shardings, regrouped, state_shardings
 
 State = dict[str, Any]
 """{"params": nested dict of float32 arrays, "optimizer": optax state, "step": int32, steps done}."""
+ARRAYS = "tokens", "targets", "positions"
+"""What the step takes of a batch, beside its plans."""
 LossSum = Callable[[Any, Any], tuple[jax.Array, jax.Array]]
 
 
@@ -122,7 +125,7 @@ def mean_loss_and_gradients(loss_sum: LossSum, params: Any, micro_batches: Any) 
 def make_step(config: TrainConfig, graph: Any) -> Callable[[State, Any, Any], tuple[State, Any]]:
     """step(state, arrays, plans) -> (state, metrics), to be compiled by `compile_step`.
 
-    arrays: {"tokens", "targets", "positions"}: (micro_steps, sequences, seq_len) int32. plans: PlanTables with leading
+    arrays: those in `ARRAYS`, (micro_steps, sequences, seq_len) int32. plans: PlanTables with leading
     (micro_steps, pools, dp, cp). metrics: {"loss", "grad_norm", "learning_rate", "targets"} scalars; loss and
     grad_norm are of the weights that came in.
     """
@@ -153,6 +156,44 @@ def make_step(config: TrainConfig, graph: Any) -> Callable[[State, Any, Any], tu
         return after, metrics
 
     return step
+
+
+def step_shapes(config: TrainConfig) -> tuple[dict[str, jax.ShapeDtypeStruct], PlanTables]:
+    """Shapes of a step's arrays and of its plans' tables, which are the same for every batch."""
+    spec, mesh = config.spec, config.mesh
+
+    def numbers(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((config.micro_steps, *shape), jnp.int32)
+
+    arrays = {name: numbers(mesh.sequences, spec.seq_len) for name in ARRAYS}
+    ranks = mesh.pools, spec.pool_size, spec.cp
+    return arrays, PlanTables(spec=spec, **{name: numbers(*ranks, *s) for name, s in table_shapes(spec).items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The step of a run for one pool size. run(state, arrays, plans) -> (state, metrics), see `make_step`; arrays and
+    plans lie on `mesh` (`mesh.place_batch`). Compiled: it donates the state and refuses any other shape or layout."""
+
+    mesh: Mesh
+    run: Callable[[State, Any, Any], tuple[State, Any]]
+
+
+def compile_program(config: TrainConfig, mesh: Mesh, blueprint: Blueprint, pool_size: int) -> Program:
+    """The program for steps in pools of `pool_size`, one of `config.mesh.sizes`; no batch is needed for it.
+
+    mesh, blueprint: of the run. Programs of all sizes take and give the state as it lies there: what one returns is
+    handed to another without a copy.
+    """
+    if pool_size == config.mesh.pool_size:
+        return Program(mesh, compile_step(config, mesh, blueprint, *step_shapes(config)))
+    other = config.at_pool_size(pool_size)
+    mesh = regrouped(mesh, other.mesh)
+    shapes = jax.tree.map(lambda x: x.sharding, blueprint.shapes)
+    blueprint = plan_state(other, mesh)
+    for leaf, sharding in zip(jax.tree.leaves(blueprint.shapes), jax.tree.leaves(shapes), strict=True):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), f"{leaf.sharding} and {sharding}"
+    return Program(mesh, compile_step(other, mesh, blueprint, *step_shapes(other)))
 
 
 def compile_step(

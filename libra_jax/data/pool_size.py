@@ -1,0 +1,137 @@
+"""The pool size of a step: planned for every size that a run has compiled, the least modelled time decides.
+
+A pool spreads the work of its own sequences and no other's. Where one sequence costs more than all that its pool could
+share evenly, the pool's ranks stay behind those of other pools, and a larger pool helps; elsewhere it brings nothing
+but a longer way for what travels. So the sizes are tried from the smallest up, and a larger one is taken where it saves
+more than a stated share of the time. A step holds the same sequences whatever the size.
+
+Takes a sampler and a step's number; gives slots, plans and times. A pure function of (lengths, seed, step) and of what
+the sampler and the choice were made with: every process that asks finds the same, and so does a run that goes on. Host
+side: NumPy only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from libra_jax.data.sampler import PoolSampler
+from libra_jax.links import Links
+from libra_jax.modelled import plan_seconds
+from libra_jax.plan import Plan, plan_pool
+from libra_jax.spec import PoolSpec, spec_differences
+
+Planner = Callable[[Sequence[Sequence[int]], PoolSpec], Plan]
+
+LEAST_SAVING = 0.02
+_ROUNDING = 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolSizes:
+    """The sizes a step chooses from, and how.
+
+    specs: shapes of a pool for each further size, beside the sampler's own; they differ from it in pool_size, and in
+        what follows from that. None: there is nothing to choose, and nothing is modelled.
+    least_saving: a larger pool is taken where it saves more than this share of the step's modelled time, that of
+        attention alone.
+    links: what exchanges are priced with; None: `Links()`. Kernels are priced with the sampler's cost model.
+
+    Raises ValueError for a share that is not at least 0 and below 1.
+    """
+
+    specs: tuple[PoolSpec, ...] = ()
+    least_saving: float = LEAST_SAVING
+    links: Links | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.least_saving < 1:
+            raise ValueError(f"least_saving ({self.least_saving}) must be at least 0 and below 1")
+
+    def of(self, sampler: PoolSampler) -> tuple[PoolSpec, ...]:
+        """All shapes in ascending order of pool size, the sampler's own among them.
+
+        Raises ValueError where a size cannot hold the sampler's steps, is there twice, or comes with another shape.
+        """
+        own = sampler.spec
+        sequences = sampler.pools * own.pool_size
+        for spec in self.specs:
+            if sequences % spec.pool_size:
+                raise ValueError(
+                    f"pool_size ({spec.pool_size}) must divide the sequences of a micro-step, pools * pool_size "
+                    f"({sampler.pools} * {own.pool_size} = {sequences})"
+                )
+            free = {name: getattr(own, name) for name in ("pool_size", "ranks_per_node")}
+            here = dataclasses.replace(spec, **free)
+            if here != own:
+                raise ValueError(
+                    f"pools of {own.pool_size} and {spec.pool_size} sequences must have one shape otherwise, and they "
+                    f"differ: {spec_differences(own, here)}"
+                )
+        ordered = tuple(sorted((own, *self.specs), key=lambda spec: spec.pool_size))
+        named = [spec.pool_size for spec in ordered]
+        if len(set(named)) < len(named):
+            raise ValueError(f"pool sizes {named} must be named once each, the sampler's own among them")
+        return ordered
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepPlan:
+    """A step as it will be run.
+
+    spec: of the chosen size. slots: (micro_steps, pools, pool_size) int64 sequence numbers. plans: of its pools, by
+        micro-step.
+    modelled_seconds: {pool size: seconds of one layer's attention, forward and backward, in the whole step} of the
+        sizes that were planned; {} where there was no choice.
+    """
+
+    spec: PoolSpec
+    slots: np.ndarray
+    plans: list[list[Plan]]
+    modelled_seconds: dict[int, float]
+
+
+def plan_step(sampler: PoolSampler, step: int, sizes: PoolSizes, planner: Planner = plan_pool) -> StepPlan:
+    """Places and plans a step for every pool size that could be the best, and chooses.
+
+    The smallest size is planned always. A larger one is not where even perfect balance inside its pools, with exchanges
+    that cost nothing, would not save enough: the choice is the same as if it had been.
+    """
+    specs = sizes.of(sampler)
+    modelled: dict[int, float] = {}
+
+    def planned(slots: np.ndarray, spec: PoolSpec) -> list[list[Plan]]:
+        return [[planner([sampler.document_lengths(n) for n in pool], spec) for pool in pools] for pools in slots]
+
+    def modelled_time(plans: list[list[Plan]]) -> float:
+        return step_seconds([[plan_seconds(plan, sampler.cost, sizes.links).total for plan in p] for p in plans])
+
+    chosen = specs[0]
+    slots = sampler.slots(step, chosen.pool_size)
+    plans = planned(slots, chosen)
+    if len(specs) > 1:
+        modelled[chosen.pool_size] = modelled_time(plans)
+    for spec in specs[1:]:
+        enough = modelled[chosen.pool_size] * (1 - sizes.least_saving)
+        others = sampler.slots(step, spec.pool_size)
+        if _least_seconds(sampler, others, spec) >= enough * (1 + _ROUNDING):
+            continue
+        candidates = planned(others, spec)
+        modelled[spec.pool_size] = modelled_time(candidates)
+        if modelled[spec.pool_size] < enough:
+            chosen, slots, plans = spec, others, candidates
+    return StepPlan(chosen, slots, plans, modelled)
+
+
+def _least_seconds(sampler: PoolSampler, slots: np.ndarray, spec: PoolSpec) -> float:
+    """What a step takes at least: work spread evenly over each pool's ranks, and every rank's kernel launches."""
+    launches = sampler.cost.forward(0, 0, spec.waves) + sampler.cost.backward(0, 0, spec.waves)
+    return step_seconds(sampler.work(slots).sum(axis=2) / spec.ranks + launches)
+
+
+def step_seconds(pools: Sequence[Sequence[float]] | np.ndarray) -> float:
+    """Seconds of a step from those of its pools, (micro_steps, pools): the pools of a micro-step wait for one another,
+    so that the slowest decides, and micro-steps follow one another."""
+    return float(sum(float(max(side_by_side)) for side_by_side in pools))
