@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from libra_jax.links import Links
+from libra_jax.routing import Copies, PoolWork, Routing
 from libra_jax.spec import PoolSpec
 from libra_jax.tables import PlanTables
 from libra_jax.workload import CostModel
@@ -150,6 +151,34 @@ def plan_counts(tables: PlanTables) -> PlanCounts:
         returned_pages=counts(tables.return_page_offsets, n),
         passed_pages=in_node(tables.relay_page_offsets),
         returned_passed=in_node(tables.return_passed_offsets),
+    )
+
+
+def routed_counts(routing: Routing, work: PoolWork) -> PlanCounts:
+    """The same counts before anything is written into tables."""
+    spec, runs = work.spec, routing.runs
+    n, x, waves = spec.ranks, spec.exchanges, spec.waves
+    cell, pages = runs.rank * waves + runs.wave, work.pages_of(runs)
+    blocks = np.where(runs.active, runs.length, 0)
+
+    def moved(copies: Copies, start: np.ndarray, exchange: np.ndarray, end: np.ndarray) -> np.ndarray:
+        between = (start.astype(np.int64) * x + exchange) * n + end
+        return np.bincount(between, copies.length, n * x * n).astype(np.int64).reshape(n, x, n)
+
+    def there(copies: Copies) -> np.ndarray:
+        return moved(copies, copies.source, copies.arrives, copies.target)
+
+    def back(copies: Copies) -> np.ndarray:
+        return moved(copies, copies.target, copies.returns, copies.source)
+
+    return PlanCounts(
+        pages=np.bincount(cell, pages, n * waves).astype(np.int64).reshape(n, waves),
+        blocks=np.bincount(cell, blocks, n * waves).astype(np.int64).reshape(n, waves),
+        sent_blocks=there(routing.blocks),
+        sent_pages=there(routing.pages),
+        returned_pages=back(routing.pages),
+        passed_pages=there(routing.passed),
+        returned_passed=back(routing.passed),
     )
 
 

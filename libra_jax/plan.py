@@ -8,11 +8,16 @@ in the input pipeline; `stack_plans` joins the pools of a step. NumPy only. Lett
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from libra_jax import planner
+from libra_jax.links import Links
+from libra_jax.modelled import counted_seconds, routed_counts
 from libra_jax.planner import Policy
 from libra_jax.routing import (
     Copies,
@@ -29,7 +34,7 @@ from libra_jax.routing import (
 from libra_jax.spec import PoolSpec, spec_differences
 from libra_jax.table_checks import check_tables
 from libra_jax.tables import PlanTables, build_tables
-from libra_jax.workload import PADDING, block_pages, check_lengths, document_starts, lengths_from_segment_ids
+from libra_jax.workload import PADDING, CostModel, block_pages, check_lengths, document_starts, lengths_from_segment_ids
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,18 +74,25 @@ def plan_pool(
     spec: PoolSpec,
     speed: Sequence[float] | np.ndarray | None = None,
     *,
-    policy: Policy = planner.pooled,
+    policy: Policy | None = None,
+    tolerance: float = 0.01,
+    cost: CostModel | None = None,
+    links: Links | None = None,
 ) -> Plan:
     """Plans one pool: `lengths` holds, for each of its sequences, the lengths of the documents in it, in order.
 
     speed: relative speeds of the pool's ranks, (N,), rank p * cp + c; None: all equal.
-    policy: decides which rank executes which block; see `planner`.
+    policy: decides which rank executes which block; None: `planner.pooled`, the only one that the rest is for.
+    tolerance: how much more than its share a rank may have to do where moving that costs more than waiting for it.
+        Where the modelled time is more than the tolerance above the ideal, a plan with shares raised by so much is made
+        too, and the head-parallel one where that is nearly as even, and the fastest is taken. 0: never.
+    cost, links: what time is modelled with (`modelled.plan_seconds`); None is `CostModel()` and `Links()`.
 
     Deterministic. A plan that needs more room than `spec.capacity` gives is replaced by the head-parallel one and
     says so in `stats.fallback`. Raises ValueError for lengths that are not positive whole numbers or do not fit in
     seq_len, for the wrong number of sequences, and for speeds that are not positive.
     """
-    if not isinstance(spec, PoolSpec) or not callable(policy) or not hasattr(lengths, "__len__"):
+    if not isinstance(spec, PoolSpec) or not (policy is None or callable(policy)) or not hasattr(lengths, "__len__"):
         raise TypeError(
             "plan_pool takes a list of lists of lengths, a PoolSpec and a policy function, got "
             f"{type(lengths).__name__}, {type(spec).__name__} and {policy!r}"
@@ -92,19 +104,69 @@ def plan_pool(
     first_page, num_pages = _pool_pages(checked, spec)
     first_visible = np.stack([document_starts(sequence, spec.seq_len, spec.window) for sequence in checked])
 
-    executor = check_executor(policy(first_page, num_pages, spec, speeds), num_pages, spec)
     work = PoolWork(spec, first_page, num_pages, first_visible)
-    relays = choose_relays(runs_of(executor, work), work)
+    if policy is not None:
+        routed = _routed(policy(first_page, num_pages, spec, speeds), work)
+    else:
+        routed = _least_time(work, speeds, tolerance, cost, links)
+    fallback = lack_of_room(routed.routes, spec)
+    if fallback is not None:
+        routed = _routed(planner.head_parallel(first_page, num_pages, spec, speeds), work, relayed=False)
+        assert lack_of_room(routed.routes, spec) is None, "the head-parallel plan must fit every valid spec"
+    stats = _statistics(routed.routes, work, speeds, fallback)
+    tables = build_tables(routed.executor, routed.wave, routed.routes, work)
+    return Plan(spec, routed.executor, routed.wave, tables, stats)
+
+
+class _Routed(NamedTuple):
+    executor: np.ndarray
+    wave: np.ndarray
+    routes: Routing
+
+
+def _routed(executor: np.ndarray, work: PoolWork, relayed: bool = True) -> _Routed:
+    """An assignment with its waves and all that has to travel; without relays where there is no room for them."""
+    executor = check_executor(executor, work.num_pages, work.spec)
+    relays = choose_relays(runs_of(executor, work), work) if relayed else None
     wave = assign_waves(executor, work, relays)
     routes = route(executor, wave, work, relays)
-    fallback = lack_of_room(routes, spec)
-    if fallback is not None:
-        executor = planner.head_parallel(first_page, num_pages, spec, speeds)
-        wave = assign_waves(executor, work)
-        routes = route(executor, wave, work)
-        assert lack_of_room(routes, spec) is None, "the head-parallel plan must fit every valid spec"
-    stats = _statistics(executor, routes, work, speeds, fallback)
-    return Plan(spec, executor, wave, build_tables(executor, wave, routes, work), stats)
+    if relays is not None and lack_of_room(routes, work.spec) is not None:
+        direct = _routed(executor, work, relayed=False)
+        if lack_of_room(direct.routes, work.spec) is None:
+            return direct
+    return _Routed(executor, wave, routes)
+
+
+def _least_time(
+    work: PoolWork, speeds: np.ndarray, tolerance: float, cost: CostModel | None, links: Links | None
+) -> _Routed:
+    """The pooled plan, or another that takes less time: one with shares raised by `tolerance`, or the head-parallel
+    one, which moves nothing out of a CP group, if it is as even as the pooled one to within the tolerance."""
+    if not (isinstance(tolerance, numbers.Real) and 0 <= tolerance < math.inf):
+        raise ValueError(f"tolerance ({tolerance!r}) must be a finite number, 0 or more")
+    pages = work.first_page, work.num_pages, work.spec, speeds
+
+    def seconds(routed: _Routed) -> float:
+        if lack_of_room(routed.routes, work.spec) is not None:
+            return math.inf
+        return counted_seconds(routed_counts(routed.routes, work), work.spec, cost, links, speeds).total
+
+    best = _routed(planner.pooled(*pages, links=links), work)
+    if not tolerance or lack_of_room(best.routes, work.spec) is not None:
+        return best
+    modelled = counted_seconds(routed_counts(best.routes, work), work.spec, cost, links, speeds)
+    least, above = modelled.total, modelled.total / max(modelled.ideal, 1e-300) - 1
+    if above <= tolerance:
+        return best
+    others = [_routed(planner.pooled(*pages, raised=tolerance, links=links), work)]
+    each = work.num_pages.sum(axis=1)
+    even = (modelled.forward_kernel + modelled.backward_kernel) / modelled.ideal
+    if each.max() <= (1 + tolerance) * even * each.mean():
+        others.append(_routed(planner.head_parallel(*pages), work, relayed=False))
+    for other in others:
+        if (time := seconds(other)) < least:
+            best, least = other, time
+    return best
 
 
 def policy_work(lengths: Sequence[Sequence[int]], spec: PoolSpec, policy: Policy) -> np.ndarray:
@@ -113,8 +175,10 @@ def policy_work(lengths: Sequence[Sequence[int]], spec: PoolSpec, policy: Policy
     lengths: as for `plan_pool`. For comparing policies: nothing is checked against the room of the spec.
     """
     first_page, num_pages = _pool_pages(lengths, spec)
+    work = PoolWork(spec, first_page, num_pages, np.zeros(0, np.int32))
     executor = policy(first_page, num_pages, spec, np.ones(spec.ranks))
-    return rank_work(check_executor(executor, num_pages, spec), num_pages, spec)
+    executor = check_executor(executor, num_pages, spec)
+    return rank_work(runs_of(executor, work), work)
 
 
 def stack_plans(plans: Sequence[Plan]) -> PlanTables:
@@ -174,11 +238,9 @@ def _pool_pages(lengths: Sequence[Sequence[int] | np.ndarray], spec: PoolSpec) -
     return first_page, num_pages
 
 
-def _statistics(
-    executor: np.ndarray, routing: Routing, work: PoolWork, speed: np.ndarray, fallback: str | None
-) -> PlanStats:
+def _statistics(routing: Routing, work: PoolWork, speed: np.ndarray, fallback: str | None) -> PlanStats:
     spec, n = work.spec, work.spec.ranks
-    visited, executed = rank_work(executor, work.num_pages, spec).T
+    visited, executed = rank_work(routing.runs, work).T
     ideal = visited.sum() / speed.sum()
     out_bytes = spec.block * spec.group * spec.value_dim * spec.item_bytes
     query_bytes = spec.block_bytes - out_bytes

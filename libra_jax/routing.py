@@ -41,6 +41,12 @@ class PoolWork(NamedTuple):
         block = np.arange(self.spec.blocks_per_sequence)
         return (self.first_page // width == block // width) | (self.num_pages == 0)
 
+    def pages_of(self, runs: Runs) -> np.ndarray:
+        """(runs,) int64: the pages that each run visits."""
+        before = np.concatenate([[0], np.cumsum(self.num_pages, dtype=np.int64)])
+        at = runs.lane // self.spec.num_kv_heads * self.spec.blocks_per_sequence + runs.begin
+        return before[at + runs.length] - before[at]
+
     def local(self, executor: np.ndarray) -> np.ndarray:
         """(P * K * nb,) bool: units executed at home whose pages are all at home too."""
         spec = self.spec
@@ -141,14 +147,11 @@ def check_executor(executor: np.ndarray, num_pages: np.ndarray, spec: PoolSpec) 
     return np.where((num_pages == 0)[:, None], home[:, None], executor).astype(np.int32)
 
 
-def rank_work(executor: np.ndarray, num_pages: np.ndarray, spec: PoolSpec) -> np.ndarray:
-    """(N, 2) int64: pages that each rank visits, and blocks it executes that are not all padding.
-
-    executor: (P, K, nb); num_pages: (P, nb).
-    """
-    ranks, each = executor.reshape(-1), np.broadcast_to(num_pages[:, None], executor.shape).reshape(-1)
-    pages = np.bincount(ranks, each, minlength=spec.ranks)
-    return np.stack([pages, np.bincount(ranks, each > 0, minlength=spec.ranks)], axis=-1).astype(np.int64)
+def rank_work(runs: Runs, work: PoolWork) -> np.ndarray:
+    """(N, 2) int64: pages that each rank visits, and blocks it executes that are not all padding."""
+    pages = np.bincount(runs.rank, work.pages_of(runs), work.spec.ranks)
+    blocks = np.bincount(runs.rank, np.where(runs.active, runs.length, 0), work.spec.ranks)
+    return np.stack([pages, blocks], axis=-1).astype(np.int64)
 
 
 def runs_of(executor: np.ndarray, work: PoolWork, wave: np.ndarray | None = None) -> Runs:
@@ -245,7 +248,7 @@ def assign_waves(executor: np.ndarray, work: PoolWork, relays: Relays | None = N
     start[order] = done - pages[order] - (np.cumsum(total) - total)[runs.rank[order]]
 
     # Where each rank's waves end: inside of some run, at the first block whose middle lies beyond.
-    ends = wave_ends(spec.waves)[:-1]
+    ends = wave_ends(spec.waves, spec.ranks_per_node is not None)[:-1]
     busy = np.flatnonzero(total)
     goal = ends * total[busy, None]
     run = order[np.searchsorted(done, goal + (np.cumsum(total) - total)[busy, None], side="right")]
@@ -262,13 +265,15 @@ def assign_waves(executor: np.ndarray, work: PoolWork, relays: Relays | None = N
     return np.repeat(wave, np.diff(unit, append=executor.size)).reshape(executor.shape)
 
 
-def wave_ends(waves: int) -> np.ndarray:
+def wave_ends(waves: int, relays: bool = False) -> np.ndarray:
     """(W,) the fraction of a rank's work that is done when each wave ends.
 
     Sizes rise by one to the middle and fall again: the first exchange is small, because there may be little to do
-    under it, and so is the last return, which has nothing to go under (docs/log.md: what other sizes cost).
+    under it, and so is the last return, which has nothing to go under (docs/log.md: what other sizes cost). With
+    relays they rise a wave later, because what is passed on comes a wave later, and nobody should wait for those who
+    have nothing else to do.
     """
-    size = np.minimum(np.arange(waves) + 1, waves - np.arange(waves))
+    size = np.minimum(np.maximum(np.arange(waves), 0.5) if relays else np.arange(waves) + 1, waves - np.arange(waves))
     return np.cumsum(size) / size.sum()
 
 
@@ -320,7 +325,7 @@ def route(executor: np.ndarray, wave: np.ndarray, work: PoolWork, relays: Relays
     arrives, returns, relay_copy = first, last, np.zeros(0, np.int64)
     if relays is not None:
         relay = relays.rank[np.searchsorted(relays.point, point, side="right") - 1][element]
-        passed = (relay >= 0) & (relay != reader)
+        passed = (relay >= 0) & (relay != reader) & (kind == DIRECT)
         kind[passed] = PASSED
         at_relay = np.full(point.size, -1)
         at_relay[element[relay == reader]] = np.flatnonzero(relay == reader)

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from table_walk import visited_pages, walk_plan
 
 from libra_jax import planner
+from libra_jax.links import Links
+from libra_jax.modelled import plan_seconds
 from libra_jax.plan import check_batch, plan_pool, stack_plans
 from libra_jax.routing import wave_ends
 from libra_jax.spec import Capacity, PoolSpec, head_parallel_capacity
@@ -115,7 +117,7 @@ def page_arrays(lengths: list[list[int]], spec: PoolSpec) -> tuple[np.ndarray, n
 def test_speeds_shift_work_and_define_the_imbalance():
     spec = PoolSpec(seq_len=512, pool_size=2, cp=2, num_heads=4, num_kv_heads=4, head_dim=8, block=8)
     lengths, speed = [[512], [256, 256]], [1.0, 1.0, 1.0, 0.5]
-    stats = plan_pool(lengths, spec, speed).stats
+    stats = plan_pool(lengths, spec, speed, tolerance=0).stats
     time = stats.work / np.array(speed)
     assert stats.imbalance == pytest.approx(time.max() / (stats.work.sum() / 3.5))
     assert stats.imbalance < 1.02
@@ -325,3 +327,37 @@ def test_ranks_keep_step_through_the_waves(waves: int) -> None:
     assert (done[:, 0] <= wave_ends(waves)[0] + block).all()
     arrived = np.diff(plan.tables.recv_block_offsets, axis=-1).sum(axis=-1).reshape(spec.ranks, -1)
     assert arrived[:, -1].sum() < arrived.sum() / (waves - 1)  # few outputs are left to go home at the end
+
+
+def light_pool() -> tuple[PoolSpec, list[list[int]]]:
+    """Four nodes of two ranks with little to do, one of them a tenth more than the others."""
+    spec = PoolSpec(8192, 4, 2, 8, 4, 64, block=64, waves=3, ranks_per_node=2, capacity=10.0)
+    return spec, [[900] * 9, [820] * 9, [820] * 9, [820] * 9]
+
+
+def test_a_plan_may_leave_imbalance_where_moving_takes_longer():
+    spec, lengths = light_pool()
+    slow = Links(ranks_per_node=2, across=1e8)
+    even = plan_pool(lengths, spec, tolerance=0, links=slow)
+    chosen = plan_pool(lengths, spec, tolerance=0.2, links=slow)
+    assert plan_seconds(chosen, links=slow).total < plan_seconds(even, links=slow).total
+    assert even.stats.imbalance < chosen.stats.imbalance <= 1.2 + 0.01
+    fast = Links(2, 1e15, 1e15, 0.0, 0.0)  # nothing to gain: the even plan
+    same = plan_pool(lengths, spec, tolerance=0.2, links=fast)
+    assert plan_seconds(same, links=fast).total <= plan_seconds(even, links=fast).total
+
+
+@given(pools(), st.sampled_from([0.0, 0.01, 0.3]))
+@settings(max_examples=40, deadline=None)
+def test_tolerance_never_costs_modelled_time(pool, tolerance):
+    spec, lengths, _ = pool
+    even, chosen = (plan_pool(lengths, spec, tolerance=value) for value in (0.0, tolerance))
+    assert plan_seconds(chosen).total <= plan_seconds(even).total * (1 + 1e-9)
+    walk_plan(chosen, lengths)
+
+
+@pytest.mark.parametrize("tolerance", [-0.1, float("nan"), float("inf"), "much"])
+def test_tolerance_is_checked(tolerance):
+    spec, lengths = light_pool()
+    with pytest.raises(ValueError, match="tolerance"):
+        plan_pool(lengths, spec, tolerance=tolerance)

@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from libra_jax import planner
+from libra_jax.links import Links
 from libra_jax.spec import Capacity, PoolSpec, Room, head_parallel_capacity
 from libra_jax.workload import block_pages
 
@@ -229,7 +230,7 @@ def test_what_the_planner_says_fits_does_fit(pool, extra):
     share = planner.work_share(count, spec, np.ones(spec.ranks))
     for raised, scarce in ((1.0, False), (1.0, True), (2.0, True)):
         leaves = planner.leaving(first, count, spec, raised * share, scarce)
-        executor, fits = planner.pour(leaves, first, count, spec, raised * share, scarce)
+        executor, fits = planner.pour(leaves, first, count, spec, raised * share, Links(), scarce)
         if fits:
             need = needs(executor, first, count, spec)
             assert need.blocks * spec.home_blocks <= spec.room.blocks
@@ -255,37 +256,69 @@ def test_the_ledger_starts_with_what_blocks_at_home_fetch(pool, scarce):
                 pages.add((p, h, page, home[p, h, b]))
     readers = [reader for *_, reader in pages]
     senders = [home_of(spec, p, page) for p, _, page, _ in pages]
-    assert ledger.pages.tolist() == np.bincount(readers, minlength=spec.ranks).tolist()
-    assert ledger.copies.tolist() == np.bincount(senders, minlength=spec.ranks).tolist()
+    assert (spec.room.pages - ledger.pages_left).tolist() == np.bincount(readers, minlength=spec.ranks).tolist()
+    assert (spec.room.sent_pages - ledger.copies_left).tolist() == np.bincount(senders, minlength=spec.ranks).tolist()
     assert np.allclose(ledger.work_left, target - work)
-    assert not ledger.blocks.any()
+    assert (ledger.blocks_left == spec.room.blocks).all()
 
 
-@given(pool=pools(), data=st.data())
+@given(pool=pools(), data=st.data(), links=st.builds(Links, ranks_per_node=st.integers(1, 6)))
 @settings(deadline=None, max_examples=150)
-def test_the_traffic_of_a_piece_is_what_its_blocks_see_elsewhere(pool, data):
+def test_the_traffic_of_a_piece_is_what_its_blocks_see_elsewhere(pool, data, links):
     spec, lengths = pool
     first, count = pages_of(lengths, spec)
-    p = data.draw(st.integers(0, spec.pool_size - 1))
-    real = np.flatnonzero(count[p])
-    chosen = data.draw(st.lists(st.sampled_from(real.tolist()), unique=True)) if len(real) else []
-    if not chosen:
-        return
-    blocks = np.sort(chosen)
-    end = data.draw(st.integers(1, len(blocks)))
-    start = np.array(data.draw(st.lists(st.integers(0, end), min_size=spec.ranks, max_size=spec.ranks)))
-    work = np.concatenate([[0], np.cumsum(count[p, blocks])])
-    lane = planner._Lane(p * spec.cp + np.arange(spec.cp), blocks, first[p, blocks], work)
-    pages, moved_blocks = planner._traffic(lane, start, end, spec)
-    for rank in range(spec.ranks):
-        piece = blocks[start[rank] : end]
-        assert moved_blocks[rank] == sum(home_of(spec, p, b) != rank for b in piece)
-        if len(piece):
-            # A piece fetches everything between the first page it sees and its last block, gaps included.
-            seen = np.arange(int(first[p, piece[0]]), int(piece[-1]) + 1) // spec.blocks_per_rank
-            expected = np.bincount(seen, minlength=spec.cp)
-            expected[lane.group == rank] = 0
-            assert pages[rank].tolist() == expected.tolist()
+    chosen = np.array(data.draw(st.lists(st.booleans(), min_size=first.size, max_size=first.size))).reshape(first.shape)
+    leaves = np.repeat((chosen & (count > 0))[:, None], spec.num_kv_heads, axis=1)
+    node = np.arange(spec.ranks) // links.ranks_per_node
+    for lane in planner._lanes(leaves, first, count, spec, links, 0.5, 4.0):
+        p = lane.number // spec.num_kv_heads
+        assert lane.blocks.tolist() == np.flatnonzero(leaves[p, 0]).tolist()
+        end = data.draw(st.integers(1, len(lane.blocks)))
+        start = np.array(data.draw(st.lists(st.integers(0, end), min_size=spec.ranks, max_size=spec.ranks)))
+        traffic = planner._traffic(lane, start, end, spec)
+        for rank in range(spec.ranks):
+            piece = lane.blocks[start[rank] : end]
+            assert traffic.blocks[rank] == sum(home_of(spec, p, b) != rank for b in piece)
+            if len(piece):
+                # A piece fetches everything between the first page it sees and its last block, gaps included.
+                homes = np.array([home_of(spec, p, page) for page in range(first[p, piece[0]], piece[-1] + 1)])
+                assert traffic.pages[rank] == (homes != rank).sum()
+                assert traffic.crossing[rank] == (node[homes] != node[rank]).sum()
+                copies = planner._copies(lane, rank, int(first[p, piece[0]]), int(piece[-1]) + 1, spec)
+                homes = homes[homes != rank] - p * spec.cp
+                assert copies.tolist() == np.bincount(homes, minlength=spec.cp).tolist()
+
+
+def crossings(executor, first, count, spec, node_ranks):
+    """Pages that cross nodes, each once for every node that reads it, from the definition."""
+    _, pages = moved(executor, first, count, spec)
+    return {(p, h, page, to // node_ranks) for p, h, page, home, to in pages if home // node_ranks != to // node_ranks}
+
+
+def test_a_heavy_document_goes_to_few_nodes_where_relays_pass_pages_on():
+    """Eight nodes of four, one document that fills its sequence, four heads: half a head of work for each node, so a
+    head needs two nodes, and a third where one has less work left. Without relays every reader gets its own copy."""
+    spec = PoolSpec(2048, 8, 4, 8, 4, 8, block=8, waves=3, ranks_per_node=4, capacity=100.0)
+    first, count = pages_of([[2048], *[[16] * 128] * 7], dataclasses.replace(spec, block=8))
+    links = Links(ranks_per_node=4)
+    two_level = planner.pooled(first, count, spec, np.ones(32), links=links)
+    work = rank_work(two_level, count, spec)
+    assert work.max() <= work.mean() + count.max()
+    nodes = [len(np.unique(two_level[0, h] // 4)) for h in range(4)]
+    assert max(nodes) <= 4 and sum(nodes) <= 4 * 3 + 1  # its own node, which keeps a part of every head, among them
+    direct = planner.pooled(first, count, dataclasses.replace(spec, ranks_per_node=None), np.ones(32), links=links)
+    copies = [(home, to) for *_, home, to in moved(direct, first, count, spec)[1] if home // 4 != to // 4]
+    assert len(crossings(two_level, first, count, spec, 4)) < 0.5 * len(copies)
+
+
+def test_what_a_node_can_do_itself_stays_in_it():
+    """Two nodes, each home to one heavy and one light sequence: work is shared inside, nothing crosses."""
+    spec = PoolSpec(512, 4, 2, 4, 2, 8, block=8)
+    first, count = pages_of([[512], [8] * 64, [8] * 64, [512]], spec)
+    executor = planner.pooled(first, count, spec, np.ones(8), links=Links(ranks_per_node=4))
+    assert not crossings(executor, first, count, spec, 4)
+    work = rank_work(executor, count, spec)
+    assert work.max() <= work.mean() + count.max()
 
 
 @pytest.mark.parametrize(
