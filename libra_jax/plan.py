@@ -155,14 +155,14 @@ def _least_time(
     if not tolerance or lack_of_room(best.routes, work.spec) is not None:
         return best
     modelled = counted_seconds(routed_counts(best.routes, work), work.spec, cost, links, speeds)
-    least, above = modelled.total, modelled.total / max(modelled.ideal, 1e-300) - 1
-    if above <= tolerance:
+    if modelled.total <= (1 + tolerance) * modelled.ideal or not modelled.ideal:
         return best
     others = [_routed(planner.pooled(*pages, raised=tolerance, links=links), work)]
     each = work.num_pages.sum(axis=1)
     even = (modelled.forward_kernel + modelled.backward_kernel) / modelled.ideal
     if each.max() <= (1 + tolerance) * even * each.mean():
         others.append(_routed(planner.head_parallel(*pages), work, relayed=False))
+    least = modelled.total
     for other in others:
         if (time := seconds(other)) < least:
             best, least = other, time
