@@ -2,7 +2,8 @@
 
 Every dispatch and every return of a pass but its last runs under the kernels of exactly one wave; the last return has
 nothing left to run under. The same alone, in a scan over layers, under `jax.checkpoint`, and beside all-gathers of
-weights that are sharded over the whole mesh.
+weights that are sharded over the whole mesh. With relays there are two exchanges in a window, the pool's and the
+nodes', and both do.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ LAYERS = 4
 FORWARD, BACKWARD = ["libra_forward"], ["libra_dkv", "libra_dq"]
 
 
-def spec_of(waves: int) -> libra_jax.PoolSpec:
+def spec_of(waves: int, node: int | None = None) -> libra_jax.PoolSpec:
     return libra_jax.PoolSpec(
-        seq_len=2048, pool_size=2, cp=2, num_heads=8, num_kv_heads=2, head_dim=128, waves=waves, capacity=4
-    )
+        seq_len=2048, pool_size=2, cp=2, num_heads=8, num_kv_heads=2, head_dim=128, waves=waves, capacity=4,
+        ranks_per_node=node,
+    )  # fmt: skip
 
 
 @functools.cache
@@ -80,6 +82,33 @@ def purposes(waves: int) -> list[str]:
     return [*windows, "return"]
 
 
+def check_nodes(exchanges: list[Exchange], kernels: list[list[str]], waves: int) -> None:
+    """The nodes' exchanges, in groups of two, run under the same kernels as the pool's of their windows. Only the last
+    return of gradients to relays does not: the pool's last return waits for it."""
+    inside = [exchange for exchange in operator_exchanges(exchanges) if exchange.purpose.startswith("node ")]
+    for names in kernels:
+        wanted = node_purposes(waves, names == BACKWARD)
+        one_pass, inside = inside[: len(wanted)], inside[len(wanted) :]
+        assert [exchange.purpose for exchange in one_pass] == wanted
+        hidden = one_pass[:-1] if names == BACKWARD else one_pass
+        for exchange in hidden:
+            assert not exchange.exposed and exchange.group_size == 2
+            assert sorted(name for name in exchange.under if name.startswith("libra_")) == names, exchange
+    assert not inside
+
+
+def node_purposes(waves: int, backward: bool) -> list[str]:
+    windows = []
+    for wave in range(waves):
+        ways = ["dispatch"] * (1 <= wave < waves - 1) + ["return"] * (backward and wave >= 3)
+        windows += ["node " + "+".join(ways)] if ways else []
+    return [*windows, *["node return"] * backward]
+
+
+def pool_wide(exchanges: list[Exchange]) -> list[Exchange]:
+    return [exchange for exchange in exchanges if not exchange.purpose.startswith("node ")]
+
+
 def attention(spec, mesh):
     return lambda q, k, v, plans: libra_jax.libra_attention(q, k, v, plans, spec=spec, mesh=mesh)
 
@@ -93,6 +122,19 @@ def test_alone_every_exchange_but_the_last_return_runs_under_a_wave(waves: int, 
         return out, *pull(out)
 
     check(schedule(both, *arguments(spec, mesh)), [FORWARD, BACKWARD], waves)
+
+
+@pytest.mark.parametrize(("waves", "hosts"), [(3, 4), (4, 1), (5, 4)])
+def test_alone_with_relays_both_exchanges_of_a_window_run_under_its_wave(waves: int, hosts: int) -> None:
+    spec, mesh = spec_of(waves, node=2), mesh_of(hosts)
+
+    def both(q, k, v, plans):
+        out, pull = jax.vjp(lambda q, k, v: attention(spec, mesh)(q, k, v, plans), q, k, v)
+        return out, *pull(out)
+
+    exchanges = schedule(both, *arguments(spec, mesh))
+    check(pool_wide(exchanges), [FORWARD, BACKWARD], waves)
+    check_nodes(exchanges, [FORWARD, BACKWARD], waves)
 
 
 def stack_of_layers(spec, mesh, policy, *, fsdp: bool = False):
@@ -155,12 +197,28 @@ def test_in_a_scan_over_layers(policy, passes, waves: int, hosts: int) -> None:
     assert all(exchange.times == LAYERS for exchange in operator_exchanges(exchanges))
 
 
-def test_beside_weights_that_are_gathered_from_all_gpus() -> None:
+@pytest.mark.parametrize(
+    ("policy", "passes", "waves", "hosts"),
+    [(None, [FORWARD, BACKWARD], 3, 4), (REMAT, [FORWARD, FORWARD, BACKWARD], 4, 4), (KEEP, [FORWARD, BACKWARD], 5, 1)],
+    ids=["scan", "checkpoint", "checkpoint that keeps the output"],
+)
+def test_in_a_scan_over_layers_with_relays(policy, passes, waves: int, hosts: int) -> None:
+    spec, mesh = spec_of(waves, node=2), mesh_of(hosts)
+    exchanges = schedule(jax.grad(stack_of_layers(spec, mesh, policy)), *model_arguments(spec, mesh))
+    check(pool_wide(exchanges), passes, waves)
+    check_nodes(exchanges, passes, waves)
+    assert all(exchange.times == LAYERS for exchange in operator_exchanges(exchanges))
+
+
+@pytest.mark.parametrize("node", [None, 2], ids=["one level", "relays"])
+def test_beside_weights_that_are_gathered_from_all_gpus(node: int | None) -> None:
     """FSDP: gathers of weights and scatters of their gradients find other work, and do not push the tiles' out."""
-    spec, mesh = spec_of(3), mesh_of(1)
+    spec, mesh = spec_of(3, node), mesh_of(1)
     gradients = jax.grad(stack_of_layers(spec, mesh, KEEP, fsdp=True))
     exchanges = schedule(gradients, *model_arguments(spec, mesh, fsdp=True, features=4096))
-    check(exchanges, [FORWARD, BACKWARD], 3)
+    check(pool_wide(exchanges), [FORWARD, BACKWARD], 3)
+    if node:
+        check_nodes(exchanges, [FORWARD, BACKWARD], 3)
     others = [e for e in exchanges if e.purpose in ("weights", "gradients")]
     assert {e.kind for e in others} == {"all-gather", "reduce-scatter"}
     # What a layer begins with has nothing before it in the same turn of the scan.
