@@ -1,4 +1,4 @@
-"""What balance costs: plans for several tolerances, by balance, bytes and modelled time; and ranks of unequal speed.
+"""What balance costs: plans with targets above the mean, by balance, bytes and modelled time. Ranks of unequal speed.
 
 Used by benchmarks/planner.py. Host side only.
 """
@@ -13,23 +13,22 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.pools import Measured, measure
+from benchmarks.pools import Measured, PlanPool, measure
 from libra_jax.links import Links
-from libra_jax.planner import Policy
 from libra_jax.spec import PoolSpec
 from libra_jax.workload import CostModel
 
-TOLERANCES = (0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
+RAISED = (0.0, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
 COLORS = ("#20639b", "#c0563b", "#4f8a4c")
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """Plans of one corpus for one tolerance."""
+    """Plans of one corpus with one target."""
 
     setting: str
     corpus: str
-    tolerance: float
+    raised: float
     measured: Measured
 
     def median(self, name: str) -> float:
@@ -42,7 +41,7 @@ class Point:
         values = self.measured.values
         return {
             "corpus": self.corpus,
-            "tolerance": f"{self.tolerance:g}",
+            "raised": f"{self.raised:g}",
             "imbalance": [self.median("imbalance"), float(np.quantile(values["imbalance"], 0.99))],
             "bytes mean": [self.mean("bytes mean")],
             "sent": [self.median("sent"), float(np.quantile(values["sent"], 0.99))],
@@ -59,19 +58,19 @@ def frontier(
     corpus: str,
     pools: Iterable[list[list[int]]],
     spec: PoolSpec,
-    policy_of: Callable[[float], Policy],
+    raised_by: Callable[[float], PlanPool],
     cost: CostModel,
     links: Links,
-    tolerances: Iterable[float] = TOLERANCES,
+    amounts: Iterable[float] = RAISED,
 ) -> list[Point]:
-    """policy_of: the policy for a tolerance. The same pools for each."""
+    """raised_by: plans with shares raised by so much. The same pools for each."""
     pools = list(pools)
-    return [Point(setting, corpus, t, measure(pools, spec, policy_of(t), cost, links)) for t in tolerances]
+    return [Point(setting, corpus, by, measure(pools, spec, raised_by(by), cost, links)) for by in amounts]
 
 
-def frontier_png(path: str | os.PathLike, points: list[Point], default: float | None) -> None:
+def frontier_png(path: str | os.PathLike, points: list[Point]) -> None:
     """A row of panels a setting: bytes of the busiest sender, mean bytes, and modelled time, each over the median
-    imbalance that was reached. A line a corpus, a dot a tolerance; the default's is filled. Broken lines: asked."""
+    imbalance that was reached. A line a corpus, a dot an amount by which shares were raised. Broken lines: asked."""
     settings = list(dict.fromkeys(point.setting for point in points))
     corpora = list(dict.fromkeys(point.corpus for point in points))
     panels: list[tuple[str, Callable[[Point], float], float | None]] = [
@@ -80,7 +79,7 @@ def frontier_png(path: str | os.PathLike, points: list[Point], default: float | 
         ("modelled time over the ideal, mean", lambda point: point.mean("time"), None),
     ]
     figure = Figure(figsize=(15, 4.8 * len(settings)), layout="constrained")
-    figure.suptitle("What balance costs: each dot a tolerance of the planner", fontsize=14, fontweight="bold")
+    figure.suptitle("What balance costs: each dot a plan with shares raised by so much", fontsize=14, fontweight="bold")
     grid = figure.subplots(len(settings), len(panels), squeeze=False)
     for axes_row, setting in zip(grid, settings, strict=True):
         for axes, (label, value, asked) in zip(axes_row, panels, strict=True):
@@ -90,9 +89,7 @@ def frontier_png(path: str | os.PathLike, points: list[Point], default: float | 
                 axes.plot(x, y, color=color, marker="o", markerfacecolor="white", label=corpus)
                 for point, at in zip(line, zip(x, y, strict=True), strict=True):
                     name = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": 7, "color": color}
-                    axes.annotate(f"{point.tolerance:g}", at, **name)
-                    if point.tolerance == default:
-                        axes.plot(*at, color=color, marker="o")
+                    axes.annotate(f"{point.raised:g}", at, **name)
             axes.set_title(f"{setting} tokens: {label}", loc="left", fontsize=10)
             axes.set_xlabel("imbalance between ranks - 1, median")
             axes.set_xscale("log")

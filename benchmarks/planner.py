@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -21,13 +20,14 @@ from typing import Any, Literal
 import tyro
 from rich.console import Console
 
-from benchmarks.frontier import SPEEDS, TOLERANCES, Point, frontier, frontier_png, speed_row
+from benchmarks.frontier import SPEEDS, Point, frontier, frontier_png, speed_row
 from benchmarks.pools import (
     CORPORA,
     HEADS,
     ROOMS,
     SETTINGS,
     Batches,
+    PlanPool,
     Setting,
     cell,
     measure,
@@ -42,15 +42,10 @@ from benchmarks.reporting import machine, markdown
 from benchmarks.step_model import StepSeconds, all_alike, as_drawn, best_of, kernels, mean_of, planned_step, slots_of
 from libra_jax import planner
 from libra_jax.links import Links
-from libra_jax.planner import Policy
+from libra_jax.plan import plan_pool
 
 __all__ = ["CORPORA", "HEADS", "SETTINGS", "pools_of", "sample_batches", "sample_sequences", "table_of", "timed"]
 
-POLICIES: dict[str, Policy] = {
-    "pooled": planner.pooled,
-    "at_home": planner.at_home,
-    "head_parallel": planner.head_parallel,
-}
 LEVELS = ("one level", "two levels")
 Row = dict[str, Any]
 Part = Literal["plans", "step", "frontier", "speeds"]
@@ -67,10 +62,8 @@ class Options:
     parts: tuple[Part, ...] = ("plans", "step", "frontier", "speeds")
     """plans: balance, bytes, room and time. step: modelled training steps. frontier: what balance costs. speeds: ranks
     of unequal speed."""
-    policy: str = "pooled"
-    """pooled, at_home or head_parallel."""
-    tolerance: float | None = None
-    """How far above its share a rank may be; None: the planner's default."""
+    tolerance: float = 0.01
+    """How far above its share a rank may be where moving takes longer."""
     room: tuple[str, ...] = ("default",)
     """default: the spec's. asked: 0.8, 3 and 3 home blocks of received blocks, received pages and copies to send."""
     fewer: int = 4
@@ -82,16 +75,6 @@ class Options:
     """Write the tables to this file, as Markdown."""
     plot: Path | None = None
     """Draw the frontier to this file (PNG)."""
-
-
-def with_keywords(policy: Policy, **keywords: Any) -> Policy:
-    """The policy with those of these keywords that it has and that are not None."""
-    given = {name: value for name, value in keywords.items() if has(policy, name) and value is not None}
-    return functools.partial(policy, **given)
-
-
-def has(policy: Policy, keyword: str) -> bool:
-    return keyword in inspect.signature(policy).parameters
 
 
 class Report:
@@ -114,8 +97,7 @@ class Report:
 
 def main(options: Options) -> None:
     links, cost, report = Links(), kernels(), Report()
-    keywords = {"cost": cost, "links": links}
-    policy = with_keywords(POLICIES[options.policy], tolerance=options.tolerance, **keywords)
+    plan = functools.partial(plan_pool, tolerance=options.tolerance, cost=cost, links=links)
     plans: list[Row] = []
     steps: list[Row] = []
     points: list[Point] = []
@@ -125,26 +107,22 @@ def main(options: Options) -> None:
         batches = {corpus: sample_batches(corpus, setting, pools, options.seed) for corpus in CORPORA}
         if "plans" in options.parts:
             for room, level in itertools.product(options.room, LEVELS):
-                plans += plan_rows(report, setting, batches, room, level, policy, options.policy)
+                plans += plan_rows(report, setting, batches, room, level, plan)
         if "step" in options.parts:
-            steps += step_rows(report, setting, batches, policy)
+            steps += step_rows(report, setting, batches, plan)
         fewer = {corpus: few_pools(batches[corpus], setting, -(-pools // options.fewer)) for corpus in CORPORA}
         spec = setting.spec(32, 8, two_level=True)
-        if "frontier" in options.parts and has(POLICIES[options.policy], "tolerance"):
+        if "frontier" in options.parts:
             here = [
                 point
                 for corpus in CORPORA
-                for point in frontier(
-                    setting.name, corpus, fewer[corpus], spec,
-                    lambda tolerance: with_keywords(POLICIES[options.policy], tolerance=tolerance, **keywords),
-                    cost, links,
-                )
-            ]  # fmt: skip
+                for point in frontier(setting.name, corpus, fewer[corpus], spec, raised_by(links), cost, links)
+            ]
             report.add(f"{setting.name} tokens: what balance costs", [point.row() for point in here], part="frontier")
             points += here
         if "speeds" in options.parts:
             rows = [
-                speed_row(corpus, case, measure(fewer[corpus], spec, policy, cost, links, speed(spec.ranks, 0)))
+                speed_row(corpus, case, measure(fewer[corpus], spec, plan, cost, links, speed(spec.ranks, 0)))
                 for corpus, (case, speed) in itertools.product(CORPORA, SPEEDS.items())
             ]
             report.add(f"{setting.name} tokens: ranks of unequal speed", rows, part="speeds")
@@ -156,6 +134,11 @@ def main(options: Options) -> None:
     write(report, points, options)
 
 
+def raised_by(links: Links) -> Callable[[float], PlanPool]:
+    """Pooled plans with shares raised by so much, whatever time they take."""
+    return lambda by: functools.partial(plan_pool, policy=functools.partial(planner.pooled, raised=by, links=links))
+
+
 def few_pools(batches: Batches, setting: Setting, count: int) -> list[list[list[int]]]:
     """Pools spread evenly over all that the steps have."""
     pools = list(pools_of(batches, setting.spec(32, 8)))
@@ -163,19 +146,19 @@ def few_pools(batches: Batches, setting: Setting, count: int) -> list[list[list[
 
 
 def plan_rows(
-    report: Report, setting: Setting, batches: dict[str, Batches], room: str, level: str, policy: Policy, name: str
+    report: Report, setting: Setting, batches: dict[str, Batches], room: str, level: str, plan: PlanPool
 ) -> list[Row]:
     rows, reasons = [], []
     for corpus, (heads, kv_heads) in itertools.product(CORPORA, HEADS):
         spec = setting.spec(heads, kv_heads, room, level == "two levels")
-        measured = measure(pools_of(batches[corpus], spec), spec, policy, kernels(), Links())
+        measured = measure(pools_of(batches[corpus], spec), spec, plan, kernels(), Links())
         rows.append({"corpus": corpus, "heads": f"{heads}/{kv_heads}"} | row_of(measured))
         reasons += [f"Fallback, {corpus} {heads}/{kv_heads}, {n} x: {why}." for why, n in measured.fallbacks.items()]
         room_set_aside = spec.room.blocks, spec.room.pages, spec.room.sent_pages
         rows[-1]["set aside"] = [size / spec.home_blocks for size in room_set_aside]
     title = (
         f"{setting.name} tokens, pool size 8, cp {setting.cp}, global batch {setting.global_batch}, {level}, "
-        f"{room} room, {name} policy"
+        f"{room} room"
     )
     common = {"tokens": setting.name, "level": level, "room": room}
     both, rooms = ("corpus", "heads"), (*ROOMS, "set aside")
@@ -192,7 +175,7 @@ def plan_rows(
 # ------------------------------------------------------------------------------------------------------ training steps
 
 
-def step_rows(report: Report, setting: Setting, batches: dict[str, Batches], policy: Policy) -> list[Row]:
+def step_rows(report: Report, setting: Setting, batches: dict[str, Batches], plan: PlanPool) -> list[Row]:
     """Modelled steps of Qwen3-8B, plan by plan."""
     cost, links = kernels(), Links()
     rows: list[Row] = []
@@ -201,18 +184,19 @@ def step_rows(report: Report, setting: Setting, batches: dict[str, Batches], pol
         def steps(
             two_level: bool,
             pool_size: int = 8,
-            policy: Policy = policy,
+            plan: PlanPool = plan,
             slots: Callable = slots_of,
             corpus: str = corpus,
         ) -> list[StepSeconds]:
             spec = setting.spec(32, 8, two_level=two_level, pool_size=pool_size)
-            return [planned_step(batch, spec, policy, cost, links, slots) for batch in batches[corpus]]
+            return [planned_step(batch, spec, plan, cost, links, slots) for batch in batches[corpus]]
 
-        ulysses = steps(False, policy=planner.head_parallel, slots=as_drawn)
+        dealt = functools.partial(plan_pool, policy=planner.head_parallel)
+        ulysses = steps(False, plan=dealt, slots=as_drawn)
         eight, sixteen = steps(True), steps(True, 16)
         kinds = {
             "Ulysses, sequences as drawn": ulysses,
-            "Ulysses, placed": steps(False, policy=planner.head_parallel),
+            "Ulysses, placed": steps(False, plan=dealt),
             "pools of 8, one level": steps(False),
             "pools of 8, two levels, all alike": steps(True, slots=all_alike),
             "pools of 8, two levels": eight,
@@ -267,7 +251,6 @@ PLANS_ASKED: list[tuple[str, tuple[float, float], Callable[[Row], float]]] = [
     ("pages sent, needed", (3, 3), lambda row: row["copies"][2]),
     ("pages sent, set aside", (3, 3), lambda row: row["set aside"][2]),
     ("planning ms, median", (15, 60), lambda row: row["plan ms"][0]),
-    ("of which the policy", (15, 60), lambda row: row["policy ms"][0]),
     ("plans that fall back", (0, 0), lambda row: row["fallback"]),
 ]
 SKETCH = {"best corpus": (0.975, 0.94), "worst corpus": (0.92, 0.77)}
@@ -298,9 +281,9 @@ def asked_rows(plans: list[Row], steps: list[Row], options: Options) -> list[Row
 
 
 LEGEND = """\
-Modelled time: kernels at 635 TFLOP/s, 360 GB/s of a rank inside a node of 8 and 50 GB/s between nodes, four waves
-(`libra_jax.modelled`). One level: every page comes from its home. Two levels: one that several ranks of another node
-read crosses once, to a relay.
+Modelled time: kernels at 635 TFLOP/s, 360 GB/s of a rank inside a node of 8 and 50 GB/s between nodes
+(`libra_jax.modelled`). One level: every page comes from its home; four waves. Two levels: one that several ranks of
+another node read crosses once, to a relay; six waves.
 
 - imbalance: most pages visited by a rank, over the mean of the ranks. Median / 99th percentile over pools.
 - bytes, in units of what a rank sends with Ulysses (head-parallel attention), forward, dispatch and return together,
@@ -311,7 +294,7 @@ read crosses once, to a relay.
   percentile / 99.9% of pools. set aside: what the spec has of the first three.
 - time: modelled seconds of a layer's attention, forward and backward, over those of perfect balance at no cost of
   exchange. Mean over pools.
-- ms: processor time, median over pools: for the policy alone, and for all of `plan_pool`, tables included.
+- ms: processor time of all of `plan_pool`, tables included, median over pools.
 - over 1.02: pools whose imbalance is more than that. fallback: pools that got the head-parallel plan.
 - steps: efficiency is the ideal step's time over the step's. The ideal spreads attention evenly over all ranks of a
   step and exposes nothing. Sequences of like cost share a micro-step (`place(across="pools")`), but where they are
@@ -324,11 +307,8 @@ read crosses once, to a relay.
 
 def write(report: Report, points: list[Point], options: Options) -> None:
     if points and options.plot:
-        parameter = inspect.signature(POLICIES[options.policy]).parameters.get("tolerance")
-        default = options.tolerance if parameter is None or options.tolerance is not None else parameter.default
-        frontier_png(options.plot, points, default)
-        report.lines += [f"![What balance costs, for tolerances {TOLERANCES[0]:g} to {TOLERANCES[-1]:g}]"
-                         f"({options.plot.name})", ""]  # fmt: skip
+        frontier_png(options.plot, points)
+        report.lines += [f"![What balance costs]({options.plot.name})", ""]
     if options.json:
         content = {"machine": machine("numpy"), "options": str(options), "rows": report.rows}
         options.json.write_text(json.dumps(content, indent=1))

@@ -25,7 +25,6 @@ from benchmarks.others.distca import distca
 from benchmarks.others.exact import Best, least_bytes, least_makespan
 from benchmarks.others.paper import paper_placer
 from benchmarks.others.travel import Travel, travel
-from benchmarks.planner import with_keywords
 from benchmarks.pools import (
     CORPORA,
     HEADS,
@@ -53,7 +52,7 @@ TOKENS = 16_384  # a block's, in small pools
 AMPLE = 1000.0  # capacity that any plan fits
 SHAPES = ((2, 1, 16, 4), (2, 2, 8, 8), (2, 2, 12, 4), (3, 1, 12, 8), (3, 1, 14, 4))  # sequences, kv heads, blocks, G
 POLICIES: dict[str, Policy] = {
-    "pooled": with_keywords(planner.pooled, cost=kernels(), links=Links()),
+    "pooled": planner.pooled,
     "DistCA, ranks, 0.1": distca(0.1),
     "DistCA, ranks, 0.02": distca(0.02),
     "DistCA, nodes, 0.1": distca(0.1, NODE),

@@ -19,8 +19,7 @@ from rich.table import Table
 from libra_jax.links import Links
 from libra_jax.modelled import PlanCounts, counted_seconds, plan_counts
 from libra_jax.placement import place
-from libra_jax.plan import Plan, plan_pool
-from libra_jax.planner import Policy
+from libra_jax.plan import Plan
 from libra_jax.spec import Capacity, PoolSpec, head_parallel_capacity
 from libra_jax.workload import CostModel, sequence_seconds
 
@@ -29,15 +28,18 @@ CORPORA = ("lognormal-644-71k", "short-bulk-long-tail", "wikipedia")
 HEADS = ((32, 8), (32, 4), (64, 4))  # query heads, kv heads
 NODE = 8
 """Ranks that share a node."""
-WAVES = 4
+WAVES = {False: 4, True: 6}
+"""Without relays and with them: what they pass on comes a wave later."""
 ROOMS = ("blocks", "pages", "copies", "passed", "relayed")
 Batches = list[list[list[int]]]
 """Document lengths of the sequences of every optimizer step."""
+PlanPool = Callable[..., Plan]
+"""`plan_pool`, with what it is to plan by filled in: takes lengths, spec and speed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A training run's shapes. Block 128, head_dim 128, bfloat16, four waves."""
+    """A training run's shapes. Block 128, head_dim 128, bfloat16."""
 
     name: str
     seq_len: int
@@ -50,7 +52,15 @@ class Setting:
         """room: "default", or "asked": 0.8 home blocks of received blocks, 3 of received pages, 3 of copies to send."""
         node = NODE if two_level else None
         spec = PoolSpec(
-            self.seq_len, pool_size, self.cp, heads, kv_heads, 128, block=128, waves=WAVES, ranks_per_node=node
+            self.seq_len,
+            pool_size,
+            self.cp,
+            heads,
+            kv_heads,
+            128,
+            block=128,
+            waves=WAVES[two_level],
+            ranks_per_node=node,
         )
         if room == "default":
             return spec
@@ -115,7 +125,7 @@ class Measured:
 def measure(
     pools: Iterable[list[list[int]]],
     spec: PoolSpec,
-    policy: Policy,
+    plan_pool: PlanPool,
     cost: CostModel,
     links: Links,
     speed: Callable[[int], np.ndarray] | None = None,
@@ -130,9 +140,8 @@ def measure(
     found: dict[str, list[float]] = {}
     fallbacks: Counter[str] = Counter()
     for number, lengths in enumerate(pools):
-        timer = Timed(policy)
         speeds = None if speed is None else speed(number)
-        plan, plan_ms = timed(lambda lengths=lengths, s=speeds, p=timer: plan_pool(lengths, spec, s, policy=p))
+        plan, plan_ms = timed(lambda lengths=lengths, s=speeds: plan_pool(lengths, spec, s))
         counts = plan_counts(plan.tables)
         modelled = counted_seconds(counts, spec, cost, links, speeds)
         sample = {
@@ -140,7 +149,6 @@ def measure(
             **bytes_moved(plan, counts, links),
             **room_needed(counts, spec),
             "time": modelled.total / modelled.ideal if modelled.ideal else 1.0,
-            "policy ms": timer.milliseconds,
             "plan ms": plan_ms,
         }
         for name, value in sample.items():
@@ -186,17 +194,6 @@ def timed(run: Callable[[], Any]) -> tuple[Any, float]:
     start = time.process_time()
     result = run()
     return result, 1e3 * (time.process_time() - start)
-
-
-class Timed:
-    """A policy that keeps how long it took the last time, in milliseconds of processor time."""
-
-    def __init__(self, policy: Policy) -> None:
-        self.policy, self.milliseconds = policy, 0.0
-
-    def __call__(self, *arguments: Any) -> np.ndarray:
-        result, self.milliseconds = timed(lambda: self.policy(*arguments))
-        return result
 
 
 # -------------------------------------------------------------------------------------------------------------- tables

@@ -14,11 +14,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from benchmarks.pools import PlanPool
 from libra_jax.links import Links
 from libra_jax.modelled import PlanSeconds, plan_seconds
 from libra_jax.placement import place
-from libra_jax.plan import plan_pool
-from libra_jax.planner import Policy
 from libra_jax.spec import PoolSpec
 from libra_jax.workload import CostModel, sequence_seconds
 
@@ -148,7 +147,7 @@ def as_drawn(batch: Batch, spec: PoolSpec, cost: CostModel | None = None) -> np.
 def planned_step(
     batch: Batch,
     spec: PoolSpec,
-    policy: Policy,
+    plan_pool: PlanPool,
     cost: CostModel | None = None,
     links: Links | None = None,
     slots: Callable[[Batch, PoolSpec, CostModel | None], np.ndarray] = slots_of,
@@ -156,7 +155,7 @@ def planned_step(
     """Places and plans a step, and says what it takes."""
     return step_seconds(
         [
-            [plan_seconds(plan_pool([batch[i] for i in pool], spec, policy=policy), cost, links) for pool in micro_step]
+            [plan_seconds(plan_pool([batch[i] for i in pool], spec), cost, links) for pool in micro_step]
             for micro_step in slots(batch, spec, cost)
         ],
         spec,

@@ -1,11 +1,13 @@
 """The benchmark's own arithmetic: modelled steps, bytes and rooms of plans, tables of what was asked."""
 
+import functools
+
 import numpy as np
 import pytest
 
 from benchmarks import frontier
-from benchmarks.planner import CORPORA, SETTINGS, Options, asked_rows, sample_batches
-from benchmarks.pools import Timed, bytes_moved, measure, room_needed, row_of
+from benchmarks.planner import CORPORA, SETTINGS, Options, asked_rows, raised_by, sample_batches
+from benchmarks.pools import bytes_moved, measure, room_needed, row_of
 from benchmarks.step_model import (
     Model,
     all_alike,
@@ -94,7 +96,8 @@ def test_every_sequence_once(slots, pool_size):
 
 
 def test_planned_steps_are_never_better_than_ideal():
-    steps = [planned_step(batch(16), SPEC, policy, kernels(), Links(4)) for policy in (planner.pooled, planner.at_home)]
+    at_home = functools.partial(plan_pool, policy=planner.at_home)
+    steps = [planned_step(batch(16), SPEC, plan, kernels(), Links(4)) for plan in (plan_pool, at_home)]
     for step in steps:
         assert 0 < step.efficiency <= 1
         assert 0 < step.attention_efficiency <= step.efficiency
@@ -123,7 +126,7 @@ def test_bytes_and_rooms_are_those_of_the_plan(seed):
 
 def test_measure_and_rows():
     pools = [batch(4, seed) for seed in range(3)]
-    measured = measure(pools, SPEC, planner.pooled, kernels(), Links(4), frontier.one_slow(8, 0))
+    measured = measure(pools, SPEC, plan_pool, kernels(), Links(4), frontier.one_slow(8, 0))
     row = row_of(measured)
     assert row["pools"] == 3 and len(row["imbalance"]) == 2 and len(row["pages"]) == 3
     assert measured.values["time"].min() >= 1
@@ -134,19 +137,11 @@ def test_measure_and_rows():
     assert 0.965 <= spread.min() < 0.966 and 1.034 < spread.max() <= 1.035
 
 
-def test_a_timed_policy_is_the_policy():
-    timer = Timed(planner.pooled)
-    lengths = batch(4)
-    plan = plan_pool(lengths, SPEC, policy=timer)
-    np.testing.assert_array_equal(plan.executor, plan_pool(lengths, SPEC).executor)
-    assert timer.milliseconds > 0
-
-
 def test_asked_rows_take_the_worst_and_count_those_that_do():
     rooms = {name: [0.1, 0.2, 3.5] for name in ("blocks", "pages", "copies", "passed", "relayed")}
     common = {"room": "default", "level": "two levels", "tokens": "1M", "fallback": 0, "set aside": [1, 4, 6]}
     figures = {name: [1.0, 1.3] for name in ("imbalance", "sent", "received")} | {
-        name: [0.5] for name in ("bytes mean", "plan ms", "policy ms")
+        name: [0.5] for name in ("bytes mean", "plan ms")
     }
     plans = [common | figures | rooms, common | figures | rooms | {"imbalance": [1.03, 1.01], "plan ms": [61.0]}]
     rows = {row["what"]: row for row in asked_rows(plans, [], Options())}
@@ -163,11 +158,10 @@ def test_asked_rows_take_the_worst_and_count_those_that_do():
 
 def test_frontier_is_drawn(tmp_path):
     pools = [batch(4, seed) for seed in range(2)]
-    points = frontier.frontier(
-        "256K", "corpus", pools, SPEC, lambda tolerance: planner.random_plan(int(1000 * tolerance)), kernels(), Links(4)
-    )
-    assert [point.tolerance for point in points] == list(frontier.TOLERANCES)
-    frontier.frontier_png(tmp_path / "frontier.png", points, 0.01)
+    points = frontier.frontier("256K", "corpus", pools, SPEC, raised_by(Links(4)), kernels(), Links(4))
+    assert [point.raised for point in points] == list(frontier.RAISED)
+    assert points[-1].median("imbalance") > points[0].median("imbalance")
+    frontier.frontier_png(tmp_path / "frontier.png", points)
     assert (tmp_path / "frontier.png").stat().st_size > 10_000
 
 

@@ -27,6 +27,7 @@ from benchmarks.pools import Setting
 from libra_jax.assignments import at_home, head_parallel, home_ranks, random_plan
 from libra_jax.modelled import plan_counts
 from libra_jax.plan import plan_pool
+from libra_jax.planner import pooled
 from libra_jax.routing import PoolWork, assign_waves, check_executor, route
 from libra_jax.spec import PoolSpec
 from libra_jax.workload import block_pages, document_starts
@@ -401,7 +402,7 @@ def test_all_policies_are_measured_on_the_same_pools():
         one, two = row["across"]
         assert two[0] <= one[0] <= row["mean"][0][0]  # relays save what crosses nodes, of all that is sent
         assert (np.array(row["time"]) >= 1).all()
-    plans = [plan_pool(lengths, setting.spec(8, 2)) for lengths in pools]
+    plans = [plan_pool(lengths, setting.spec(8, 2), policy=pooled) for lengths in pools]
     ulysses = plans[0].stats.ulysses_bytes
     mean = np.mean([plan.stats.sent_bytes.mean() / ulysses for plan in plans])
     assert rows["pooled"]["mean"][0][0] == pytest.approx(mean)
