@@ -115,7 +115,8 @@ def stacked(lengths: list[list[int]], spec: PoolSpec, policy, seed: int | None) 
     ids=["node is a CP group", "CP group spans nodes", "node holds CP groups", "five waves, two pools"],
 )
 def test_relays_change_no_bit_of_output_and_dq_and_transports_none_at_all(spec, pools, transports) -> None:
-    mesh, rng = base.make_mesh(pools, spec.pool_size, spec.cp), np.random.default_rng(spec.waves)
+    """On a mesh with explicit axes where there are several pools."""
+    mesh, rng = base.make_mesh(pools, spec.pool_size, spec.cp, pools > 1), np.random.default_rng(spec.waves)
     lengths = base.skewed_lengths(rng, pools * spec.pool_size, S)
     inputs, one_level = base.random_inputs(rng, len(lengths), spec), one_level_of(spec)
     without = base.run(inputs, base.make_plans(lengths, one_level), one_level, mesh, transport="all_to_all")
@@ -134,6 +135,32 @@ def test_relays_change_no_bit_of_output_and_dq_and_transports_none_at_all(spec, 
             for name, a, b in zip(base.Result._fields, first, other, strict=True):
                 assert base.same_bits(a, b), name
     assert passed > 10
+
+
+def test_a_scan_over_checkpointed_layers_has_the_gradients_that_it_has_without_relays() -> None:
+    spec, mesh, rng = make_spec(2, 2, 2, waves=4), base.make_mesh(1, 2, 2), np.random.default_rng(5)
+    lengths = base.skewed_lengths(rng, 2, S)
+    inputs = base.random_inputs(rng, 2, spec)
+
+    def gradients(spec: PoolSpec, plans: PlanTables) -> list[np.ndarray]:
+        def loss(q, k, v, cotangent, plans):
+            @jax.checkpoint
+            def layer(x, _):
+                return x + libra_jax.libra_attention(x, k, v, plans, spec=spec, mesh=mesh), None
+
+            return (jax.lax.scan(layer, q, None, length=2)[0] * cotangent).sum()
+
+        with jax.set_mesh(mesh):
+            found = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*base.on_mesh(inputs, plans, mesh))
+        return [np.asarray(x) for x in found]
+
+    plans = stacked(lengths, spec, POLICIES["random"], 6)
+    assert np.diff(plans.passed_page_offsets, axis=-1).sum() > 3
+    with_relays = gradients(spec, plans)
+    without = gradients(one_level_of(spec), base.make_plans(lengths, one_level_of(spec)))
+    assert base.same_bits(with_relays[0], without[0])
+    for a, b in zip(with_relays[1:], without[1:], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_padding_that_is_not_a_number_goes_through_no_relay() -> None:
