@@ -62,8 +62,10 @@ class Options:
     parts: tuple[Part, ...] = ("plans", "step", "frontier", "speeds")
     """plans: balance, bytes, room and time. step: modelled training steps. frontier: what balance costs. speeds: ranks
     of unequal speed."""
-    tolerance: float = 0.01
-    """How far above its share a rank may be where moving takes longer."""
+    tolerance: float = 0.005
+    """How far above its share a rank may be."""
+    tries: int = 1
+    """Plans made of each pool, of which the fastest is taken."""
     room: tuple[str, ...] = ("default",)
     """default: the spec's. asked: 0.8, 3 and 3 home blocks of received blocks, received pages and copies to send."""
     fewer: int = 4
@@ -97,7 +99,7 @@ class Report:
 
 def main(options: Options) -> None:
     links, cost, report = Links(), kernels(), Report()
-    plan = functools.partial(plan_pool, tolerance=options.tolerance, cost=cost, links=links)
+    plan = functools.partial(plan_pool, tolerance=options.tolerance, tries=options.tries, cost=cost, links=links)
     plans: list[Row] = []
     steps: list[Row] = []
     points: list[Point] = []

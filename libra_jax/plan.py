@@ -75,7 +75,8 @@ def plan_pool(
     speed: Sequence[float] | np.ndarray | None = None,
     *,
     policy: Policy | None = None,
-    tolerance: float = 0.01,
+    tolerance: float = 0.005,
+    tries: int = 1,
     cost: CostModel | None = None,
     links: Links | None = None,
 ) -> Plan:
@@ -83,9 +84,11 @@ def plan_pool(
 
     speed: relative speeds of the pool's ranks, (N,), rank p * cp + c; None: all equal.
     policy: decides which rank executes which block; None: `planner.pooled`, the only one that the rest is for.
-    tolerance: how much more than its share a rank may have to do where moving that costs more than waiting for it.
-        Where the modelled time is more than the tolerance above the ideal, a plan with shares raised by so much is made
-        too, and the head-parallel one where that is nearly as even, and the fastest is taken. 0: never.
+    tolerance: ranks may do so much more than their shares, because the last percent of balance costs more exchange
+        than waiting for it costs time (benchmarks/planner.py draws what each percent costs).
+    tries: plans to make, with shares raised by the tolerance, not at all, and by other parts and multiples of it, up to
+        `MOST_TRIES`. Of these, and of the head-parallel plan where that is as even, the one with the least modelled
+        time is taken. More tries find 1 to 3% less and take so many times longer.
     cost, links: what time is modelled with (`modelled.plan_seconds`); None is `CostModel()` and `Links()`.
 
     Deterministic. A plan that needs more room than `spec.capacity` gives is replaced by the head-parallel one and
@@ -108,7 +111,7 @@ def plan_pool(
     if policy is not None:
         routed = _routed(policy(first_page, num_pages, spec, speeds), work)
     else:
-        routed = _least_time(work, speeds, tolerance, cost, links)
+        routed = _least_time(work, speeds, tolerance, tries, cost, links)
     fallback = lack_of_room(routed.routes, spec)
     if fallback is not None:
         routed = _routed(planner.head_parallel(first_page, num_pages, spec, speeds), work, relayed=False)
@@ -137,36 +140,39 @@ def _routed(executor: np.ndarray, work: PoolWork, relayed: bool = True) -> _Rout
     return _Routed(executor, wave, routes)
 
 
+_RAISED = (1.0, 0.0, 0.5, 2.0, 0.25, 1.5, 0.75)
+MOST_TRIES = len(_RAISED)
+
+
 def _least_time(
-    work: PoolWork, speeds: np.ndarray, tolerance: float, cost: CostModel | None, links: Links | None
+    work: PoolWork, speeds: np.ndarray, tolerance: float, tries: int, cost: CostModel | None, links: Links | None
 ) -> _Routed:
-    """The pooled plan, or another that takes less time: one with shares raised by `tolerance`, or the head-parallel
-    one, which moves nothing out of a CP group, if it is as even as the pooled one to within the tolerance."""
+    """The plan with the least modelled time of those that `plan_pool` tries."""
     if not (isinstance(tolerance, numbers.Real) and 0 <= tolerance < math.inf):
         raise ValueError(f"tolerance ({tolerance!r}) must be a finite number, 0 or more")
+    if not (isinstance(tries, numbers.Integral) and not isinstance(tries, bool) and 1 <= tries <= MOST_TRIES):
+        raise ValueError(f"tries ({tries!r}) must be a whole number from 1 to {MOST_TRIES}")
     pages = work.first_page, work.num_pages, work.spec, speeds
+    amounts = list(dict.fromkeys(part * tolerance for part in _RAISED[:tries]))
+    plans = [_routed(planner.pooled(*pages, raised=by, links=links), work) for by in amounts]
+    # The head-parallel plan moves nothing out of a CP group. It is as even as its sequences are alike.
+    pooled, each = _slowest(plans[0], work, speeds), work.num_pages.sum(axis=1)
+    if each.max() * work.spec.pool_size * work.spec.num_kv_heads / speeds.sum() <= pooled:
+        plans.append(_routed(planner.head_parallel(*pages), work, relayed=False))
+    if len(plans) == 1:
+        return plans[0]
 
     def seconds(routed: _Routed) -> float:
         if lack_of_room(routed.routes, work.spec) is not None:
             return math.inf
         return counted_seconds(routed_counts(routed.routes, work), work.spec, cost, links, speeds).total
 
-    best = _routed(planner.pooled(*pages, links=links), work)
-    if not tolerance or lack_of_room(best.routes, work.spec) is not None:
-        return best
-    modelled = counted_seconds(routed_counts(best.routes, work), work.spec, cost, links, speeds)
-    if modelled.total <= (1 + tolerance) * modelled.ideal or not modelled.ideal:
-        return best
-    others = [_routed(planner.pooled(*pages, raised=tolerance, links=links), work)]
-    each = work.num_pages.sum(axis=1)
-    even = (modelled.forward_kernel + modelled.backward_kernel) / modelled.ideal
-    if each.max() <= (1 + tolerance) * even * each.mean():
-        others.append(_routed(planner.head_parallel(*pages), work, relayed=False))
-    least = modelled.total
-    for other in others:
-        if (time := seconds(other)) < least:
-            best, least = other, time
-    return best
+    return min(plans, key=seconds)
+
+
+def _slowest(routed: _Routed, work: PoolWork, speeds: np.ndarray) -> float:
+    """Pages that the slowest rank visits, by its speed."""
+    return float((rank_work(routed.routes.runs, work)[:, 0] / speeds).max())
 
 
 def policy_work(lengths: Sequence[Sequence[int]], spec: PoolSpec, policy: Policy) -> np.ndarray:

@@ -16,7 +16,7 @@ from table_walk import visited_pages, walk_plan
 from libra_jax import planner
 from libra_jax.links import Links
 from libra_jax.modelled import plan_seconds
-from libra_jax.plan import check_batch, plan_pool, stack_plans
+from libra_jax.plan import MOST_TRIES, check_batch, plan_pool, stack_plans
 from libra_jax.routing import wave_ends
 from libra_jax.spec import Capacity, PoolSpec, head_parallel_capacity
 from libra_jax.tables import PlanTables
@@ -342,18 +342,25 @@ def test_a_plan_may_leave_imbalance_where_moving_takes_longer():
     chosen = plan_pool(lengths, spec, tolerance=0.2, links=slow)
     assert plan_seconds(chosen, links=slow).total < plan_seconds(even, links=slow).total
     assert even.stats.imbalance < chosen.stats.imbalance <= 1.2 + 0.01
-    fast = Links(2, 1e15, 1e15, 0.0, 0.0)  # nothing to gain: the even plan
-    same = plan_pool(lengths, spec, tolerance=0.2, links=fast)
-    assert plan_seconds(same, links=fast).total <= plan_seconds(even, links=fast).total
 
 
-@given(pools(), st.sampled_from([0.0, 0.01, 0.3]))
+@given(pools())
 @settings(max_examples=40, deadline=None)
-def test_tolerance_never_costs_modelled_time(pool, tolerance):
+def test_more_tries_never_cost_modelled_time(pool):
     spec, lengths, _ = pool
-    even, chosen = (plan_pool(lengths, spec, tolerance=value) for value in (0.0, tolerance))
-    assert plan_seconds(chosen).total <= plan_seconds(even).total * (1 + 1e-9)
-    walk_plan(chosen, lengths)
+    plans = [plan_pool(lengths, spec, tolerance=0.05, tries=tries) for tries in (1, 2, MOST_TRIES)]
+    seconds = [plan_seconds(plan).total for plan in plans]
+    assert seconds[0] * (1 + 1e-9) >= seconds[1] and seconds[1] * (1 + 1e-9) >= seconds[2]
+    walk_plan(plans[-1], lengths)
+
+
+def test_where_sequences_are_alike_and_long_heads_are_dealt():
+    """Eight documents as long as their sequences, two kv heads for four ranks: the tile planner has no room to cut
+    lanes as it likes, dealing heads is perfectly even."""
+    spec = PoolSpec(4096, 8, 4, 8, 2, 64, block=16, waves=3, ranks_per_node=4)
+    plan = plan_pool([[4096]] * 8, spec)
+    assert plan.stats.imbalance < 1.01 and plan.stats.fallback is None
+    assert not (plan.executor // 4 != np.arange(8)[:, None, None]).any()  # nothing leaves a CP group
 
 
 @pytest.mark.parametrize("tolerance", [-0.1, float("nan"), float("inf"), "much"])
@@ -361,3 +368,10 @@ def test_tolerance_is_checked(tolerance):
     spec, lengths = light_pool()
     with pytest.raises(ValueError, match="tolerance"):
         plan_pool(lengths, spec, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("tries", [0, MOST_TRIES + 1, 1.5, True])
+def test_tries_are_checked(tries):
+    spec, lengths = light_pool()
+    with pytest.raises(ValueError, match=f"tries .* from 1 to {MOST_TRIES}"):
+        plan_pool(lengths, spec, tries=tries)
