@@ -105,7 +105,9 @@ def plan_pool(
     checked = [check_lengths(sequence, spec.seq_len, sequence=p) for p, sequence in enumerate(lengths)]
     speeds = _check_speed(speed, spec)
     first_page, num_pages = _pool_pages(checked, spec)
-    first_visible = np.stack([document_starts(sequence, spec.seq_len, spec.window) for sequence in checked])
+    first_visible = np.empty((spec.pool_size, spec.seq_len), np.int32)
+    for sequence, row in zip(checked, first_visible, strict=True):
+        document_starts(sequence, spec.seq_len, spec.window, out=row)
 
     work = PoolWork(spec, first_page, num_pages, first_visible)
     if policy is not None:

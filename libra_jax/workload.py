@@ -105,15 +105,19 @@ def lengths_from_segment_ids(segment_ids: np.ndarray, padding_id: int = 0) -> li
     return lengths
 
 
-def document_starts(lengths: Lengths, seq_len: int, window: int | None = None) -> np.ndarray:
+def document_starts(
+    lengths: Lengths, seq_len: int, window: int | None = None, out: np.ndarray | None = None
+) -> np.ndarray:
     """First key position that each token sees, (seq_len,) int32: max(start of its document, position - window + 1).
 
     `PADDING` where there is no document. The kernels mask with this array: query t sees keys first[t] to t.
+    out: (seq_len,) int32 to write to; None: a new array.
     """
     sizes = check_lengths(lengths, seq_len)
-    first = np.full(seq_len, PADDING, np.int32)
+    first = np.empty(seq_len, np.int32) if out is None else out
     used = int(sizes.sum())
-    first[:used] = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    first[:used] = np.repeat((np.cumsum(sizes) - sizes).astype(np.int32), sizes)
+    first[used:] = PADDING
     if window is not None:
         window = min(window, seq_len)
         first[:used] = np.maximum(first[:used], np.arange(1 - window, used + 1 - window, dtype=np.int32))
