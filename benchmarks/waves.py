@@ -2,8 +2,9 @@
 
 Plans pools of three corpora for each number of waves, with pages straight from home and with relays, and prices them
 with `libra_jax.modelled`: every rank is followed through its windows, with the cost model's kernels and the links
-inside and between nodes. Copies into buffers are not in it; each wave more costs one of blocks and pages. Host side only.
-Run: python -m benchmarks.waves [--report FILE]
+inside and between nodes. Copies into buffers are not in it; each wave more costs one of blocks and pages.
+
+Host side only. Run: python -m benchmarks.waves [--report FILE]
 """
 
 from __future__ import annotations
