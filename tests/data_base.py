@@ -2,7 +2,9 @@
 
 import numpy as np
 
+from libra_jax.assignments import keep_padding_home
 from libra_jax.data import PoolSampler, StepBatches, pack_documents
+from libra_jax.plan import plan_pool
 from libra_jax.spec import PoolSpec
 
 HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
@@ -22,11 +24,26 @@ class Documents:
         return np.arange(self.lengths[index], dtype=np.int32) + 1000 * index
 
 
-def batches_of(lengths, spec, sizes=None, **options):
+def batches_of(lengths, spec, sizes=None, planner=plan_pool, **options):
     documents = Documents(lengths)
     packed = pack_documents(lengths, spec.seq_len, seed=options.get("seed", 0))
     sampler = PoolSampler([documents.lengths[numbers] for numbers in packed], spec, **options)
-    return StepBatches(documents, packed, sampler, sizes=sizes)
+    return StepBatches(documents, packed, sampler, planner, sizes)
+
+
+def dealt(lengths, spec):
+    """A planner for tests of who chooses what: blocks, heaviest first, each to the rank that has least to do."""
+
+    def policy(first_page, num_pages, spec, speed):
+        executor = np.zeros((spec.pool_size, spec.num_kv_heads, spec.blocks_per_sequence), np.int32)
+        pages = np.broadcast_to(num_pages[:, None], executor.shape)
+        work = np.zeros(spec.ranks)
+        for unit in np.argsort(-pages, axis=None, kind="stable"):
+            executor.flat[unit] = work.argmin()
+            work[work.argmin()] += pages.flat[unit]
+        return keep_padding_home(executor, num_pages, spec)
+
+    return plan_pool(lengths, spec, policy=policy)
 
 
 def served(sampler, steps):

@@ -37,8 +37,8 @@ def main(folder: str, devices: str, *rest: str) -> None:
     np.savez(Path(folder) / f"{index}.npz", **found)
 
 
-def attention(pools: int, dp: int, cp: int) -> dict[str, jax.Array]:
-    """Output and gradients; in bfloat16 where the pool has more than four ranks."""
+def attention(pools: int, dp: int, cp: int, node: int | None = None) -> dict[str, jax.Array]:
+    """Output and gradients; in bfloat16 where the pool has more than four ranks. node: ranks of one, with relays."""
     from jax.sharding import NamedSharding
     from operator_base import forward_and_backward, make_mesh, make_plans, random_inputs, skewed_lengths
 
@@ -47,7 +47,10 @@ def attention(pools: int, dp: int, cp: int) -> dict[str, jax.Array]:
 
     mesh, rng = make_mesh(pools, dp, cp), np.random.default_rng(0)
     dtype = "bfloat16" if dp * cp > 4 else "float32"
-    spec = PoolSpec(SEQ_LEN, dp, cp, num_heads=4, num_kv_heads=2, head_dim=8, block=8, capacity=16.0, dtype=dtype)
+    spec = PoolSpec(
+        SEQ_LEN, dp, cp, num_heads=4, num_kv_heads=2, head_dim=8, block=8, capacity=16.0, dtype=dtype,
+        waves=3 if node else 2, ranks_per_node=node,
+    )  # fmt: skip
     lengths = skewed_lengths(rng, pools * dp, SEQ_LEN)
     inputs, plans = random_inputs(rng, pools * dp, spec), make_plans(lengths, spec)
 
@@ -71,7 +74,7 @@ def step(pools: int, dp: int, cp: int) -> dict[str, jax.Array]:
     """Losses, gradient norms and weights of a few optimizer steps of the trainer, each in pools of `dp` or of twice as
     many sequences: every process makes its own batches, and so its own choices."""
     import jax.numpy as jnp
-    from data_base import batches_of
+    from data_base import batches_of, dealt
     from jax.sharding import NamedSharding, PartitionSpec
     from train_base import FAST_LINKS, TINY
 
@@ -84,14 +87,14 @@ def step(pools: int, dp: int, cp: int) -> dict[str, jax.Array]:
         model=dataclasses.replace(TINY, num_layers=1),
         data=DataConfig(paths=("none",)),
         mesh=MeshConfig(pools, dp, cp, pool_sizes=(2 * dp,), least_saving=0.0, links=FAST_LINKS),
-        attention=AttentionConfig(block=8),
+        attention=AttentionConfig(block=8, capacity=16.0),
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2),
         seq_len=SEQ_LEN,
         steps=6,
     )
     mesh = make_mesh(config.mesh)
-    lengths = np.random.default_rng(0).choice([64, 40, 24, 9, 3], 40)
-    batches = batches_of(lengths, config.spec, config.pool_sizes, pools=pools)
+    lengths = np.random.default_rng(1).choice([40, 24, 64, 3, 3, 3, 3], 40)
+    batches = batches_of(lengths, config.spec, config.pool_sizes, dealt, pools=pools)
     blueprint = plan_state(config, mesh)
     programs = {size: compile_program(config, mesh, blueprint, size) for size in config.mesh.sizes}
     state, results, sizes = blueprint.init(), {}, []

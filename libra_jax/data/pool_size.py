@@ -1,9 +1,9 @@
-"""The pool size of a step: planned for every size that a run has compiled, the least modelled time decides.
+"""The pool size of a step, among those that a run has compiled: the least modelled time decides.
 
 A pool spreads the work of its own sequences and no other's. Where one sequence costs more than all that its pool could
 share evenly, the pool's ranks stay behind those of other pools, and a larger pool helps; elsewhere it brings nothing
-but a longer way for what travels. So the sizes are tried from the smallest up, and a larger one is taken where it saves
-more than a stated share of the time. A step holds the same sequences whatever the size.
+but a longer way for what travels. So the sizes are looked at from the smallest up, and a larger one is taken where it
+saves more than a stated share of the time. A step holds the same sequences whatever the size.
 
 Takes a sampler and a step's number; gives slots, plans and times. A pure function of (lengths, seed, step) and of what
 the sampler and the choice were made with: every process that asks finds the same, and so does a run that goes on. Host
@@ -26,7 +26,6 @@ from libra_jax.spec import PoolSpec, spec_differences
 Planner = Callable[[Sequence[Sequence[int]], PoolSpec], Plan]
 
 LEAST_SAVING = 0.02
-_ROUNDING = 1e-9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,16 +93,21 @@ class StepPlan:
 
 
 def plan_step(sampler: PoolSampler, step: int, sizes: PoolSizes, planner: Planner = plan_pool) -> StepPlan:
-    """Places and plans a step for every pool size that could be the best, and chooses.
+    """Places a step for every pool size, plans it where a size may save enough, and chooses.
 
-    The smallest size is planned always. A larger one is not where even perfect balance inside its pools, with exchanges
-    that cost nothing, would not save enough: the choice is the same as if it had been.
+    What a size takes at least follows from placement alone, which is quick: perfect balance inside its pools. The
+    smallest size is planned always. A larger one is planned if this least time is shorter, by more than the share, than
+    that of the size chosen so far, and chosen if the modelled time is, too. A larger pool is good for balance between
+    pools; that it might hide its exchanges better is not looked for.
     """
     specs = sizes.of(sampler)
     modelled: dict[int, float] = {}
 
     def planned(slots: np.ndarray, spec: PoolSpec) -> list[list[Plan]]:
         return [[planner([sampler.document_lengths(n) for n in pool], spec) for pool in pools] for pools in slots]
+
+    def less(larger: float, smaller: float) -> bool:
+        return larger < smaller * (1 - sizes.least_saving)
 
     def modelled_time(plans: list[list[Plan]]) -> float:
         return step_seconds([[plan_seconds(plan, sampler.cost, sizes.links).total for plan in p] for p in plans])
@@ -114,19 +118,18 @@ def plan_step(sampler: PoolSampler, step: int, sizes: PoolSizes, planner: Planne
     if len(specs) > 1:
         modelled[chosen.pool_size] = modelled_time(plans)
     for spec in specs[1:]:
-        enough = modelled[chosen.pool_size] * (1 - sizes.least_saving)
         others = sampler.slots(step, spec.pool_size)
-        if _least_seconds(sampler, others, spec) >= enough * (1 + _ROUNDING):
+        if not less(_least_seconds(sampler, others, spec), _least_seconds(sampler, slots, chosen)):
             continue
         candidates = planned(others, spec)
         modelled[spec.pool_size] = modelled_time(candidates)
-        if modelled[spec.pool_size] < enough:
+        if less(modelled[spec.pool_size], modelled[chosen.pool_size]):
             chosen, slots, plans = spec, others, candidates
     return StepPlan(chosen, slots, plans, modelled)
 
 
 def _least_seconds(sampler: PoolSampler, slots: np.ndarray, spec: PoolSpec) -> float:
-    """What a step takes at least: work spread evenly over each pool's ranks, and every rank's kernel launches."""
+    """What a step takes at least: each pool's work spread evenly over its ranks, and the launches of every rank."""
     launches = sampler.cost.forward(0, 0, spec.waves) + sampler.cost.backward(0, 0, spec.waves)
     return step_seconds(sampler.work(slots).sum(axis=2) / spec.ranks + launches)
 
