@@ -26,10 +26,10 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "XLA
     # A busy machine is not a hung one.
     "XLA_FLAGS": "--xla_cpu_collective_call_terminate_timeout_seconds=3600",
 }
-# (processes, devices in each): cases. A mesh is pools x sequences in a pool x ranks of a sequence, in the order of
-# the processes: pools lie inside a process where a process has as many devices as they have ranks.
+# (processes, devices in each): cases. A mesh is pools x sequences in a pool x ranks of a sequence (x ranks of a node),
+# in the order of the processes: pools lie inside a process where a process has as many devices as they have ranks.
 SEVERAL = {
-    (2, 4): ("attention-2x2x2", "attention-1x4x2", "step-2x2x2"),  # pools inside; one pool across; inside
+    (2, 4): ("attention-2x2x2", "attention-1x4x2x4", "step-2x2x2"),  # pools inside; nodes of one pool; pools inside
     (4, 1): ("attention-2x1x2", "attention-1x2x2"),  # two pools, each across two processes; one across four
 }
 
