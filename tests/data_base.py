@@ -24,7 +24,7 @@ class Documents:
         return np.arange(self.lengths[index], dtype=np.int32) + 1000 * index
 
 
-def batches_of(lengths, spec, sizes=None, planner=plan_pool, **options):
+def batches_of(lengths, spec, sizes=None, planner=None, **options):
     documents = Documents(lengths)
     packed = pack_documents(lengths, spec.seq_len, seed=options.get("seed", 0))
     sampler = PoolSampler([documents.lengths[numbers] for numbers in packed], spec, **options)

@@ -90,7 +90,8 @@ def test_no_larger_size_saves_enough_by_balance_and_by_modelled_time(lengths, mi
             assert sorted(slots.ravel()) == sorted(sampler.step_sequences(step))
             work, slowest = sampler.work(slots).sum(axis=2) / other.ranks, []
             for m, side_by_side in enumerate(slots):
-                plans = [plan_pool([sampler.document_lengths(n) for n in pool], other) for pool in side_by_side]
+                documents = [[sampler.document_lengths(n) for n in pool] for pool in side_by_side]
+                plans = [plan_pool(pool, other, cost=PAGES_ALONE, links=FAST) for pool in documents]
                 seconds = [plan_seconds(plan, PAGES_ALONE, FAST).total for plan in plans]
                 assert all(a >= b * (1 - 1e-12) for a, b in zip(seconds, work[m], strict=True))
                 slowest.append(max(seconds))
@@ -147,9 +148,13 @@ def test_batches_of_several_sizes_belong_together_and_a_position_finds_the_same_
     second.close()
 
 
-def test_one_size_models_nothing(monkeypatch):
+def test_one_size_models_nothing_and_plans_at_the_prices_it_was_given(monkeypatch):
+    seen = []
     monkeypatch.setattr(module, "plan_seconds", None)
-    assert plan_step(PoolSampler([[8]] * 4, small_spec()), 0, PoolSizes()).modelled_seconds == {}
+    monkeypatch.setattr(module, "plan_pool", lambda *_, **prices: seen.append(prices))
+    sampler = PoolSampler([[8]] * 2, small_spec(), cost=PAGES_ALONE)
+    assert plan_step(sampler, 0, PoolSizes(links=FAST)).modelled_seconds == {}
+    assert seen == [{"cost": PAGES_ALONE, "links": FAST}]
 
 
 def test_sizes_can_be_sent_to_another_process():

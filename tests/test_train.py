@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import io
+import json
 import math
 import os
 import re
@@ -42,6 +43,7 @@ from libra_jax.train.step import (
     mean_loss_and_gradients,
     plan_state,
 )
+from libra_jax.workload import CostModel
 
 TWO_SIZES = MeshConfig(2, 2, 2, pool_sizes=(4,), least_saving=0.0, links=FAST_LINKS)
 
@@ -216,6 +218,28 @@ def test_a_config_that_cannot_be_is_refused(changes: dict[str, Any], message: st
 def test_pool_sizes_that_cannot_be_are_refused_with_both_numbers(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MeshConfig(pools=2, pool_size=4, cp=2, **fields)
+
+
+def test_measured_prices_come_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    CostModel(page_seconds=1e-6).save(path)
+    assert config_of(2, 2, 2).cost == CostModel()
+    config = config_of(2, 2, 2, attention=AttentionConfig(block=8, cost_model=str(path)), run_dir=str(tmp_path / "run"))
+    assert config.cost.page_seconds == 1e-6
+    path.unlink()
+    with pytest.raises(OSError, match=r"cost\.json"):
+        start(config)
+
+
+def test_old_records_are_read_as_they_were_written(tmp_path: Path) -> None:
+    """A run that was begun before pool sizes and planning were recorded goes on with its whole curve."""
+    path = tmp_path / "metrics.jsonl"
+    record = StepRecord(1, 2.0, 1.0, 1e-3, 10, 12, 0.5, 24.0, 1.5, 1.2, 1.01, 0)
+    old = {name: value for name, value in dataclasses.asdict(record).items() if value is not None}
+    assert record.pool_size is None and "pool_size" not in old
+    path.write_text(json.dumps(old) + "\n")
+    MetricsFile(path, 1).close()
+    assert read_metrics(path) == [record]
 
 
 def test_every_pool_size_has_the_shapes_of_a_run_that_knows_no_other() -> None:

@@ -21,8 +21,9 @@ from libra_jax.data.documents import PADDING_TOKEN, TextDocuments
 from libra_jax.data.packing import pack_documents
 from libra_jax.data.pool_size import Planner, PoolSizes, plan_step
 from libra_jax.data.sampler import EMPTY, PoolSampler
-from libra_jax.plan import PlanTables, plan_pool, stack_plans
+from libra_jax.plan import PlanTables, stack_plans
 from libra_jax.spec import PoolSpec
+from libra_jax.workload import CostModel
 
 
 class Documents(Protocol):
@@ -73,7 +74,7 @@ class StepBatches(grain.MapDataset):
     epoch: int.
 
     documents: where tokens come from. packed: the documents of each sequence that `sampler` numbers.
-    planner: plans one pool; `libra_jax.plan_pool` by default.
+    planner: plans one pool; None: see `plan_step`.
     sizes: further pool sizes, from which each step takes the one with the least modelled time; None: none.
     """
 
@@ -82,7 +83,7 @@ class StepBatches(grain.MapDataset):
         documents: Documents,
         packed: Sequence[np.ndarray],
         sampler: PoolSampler,
-        planner: Planner = plan_pool,
+        planner: Planner | None = None,
         sizes: PoolSizes | None = None,
     ) -> None:
         super().__init__()
@@ -181,9 +182,15 @@ class BatchIterator(grain.DatasetIterator):
 
 
 def open_step_batches(
-    config: DataConfig, spec: PoolSpec, pools: int, micro_steps: int, seed: int, sizes: PoolSizes | None = None
+    config: DataConfig,
+    spec: PoolSpec,
+    pools: int,
+    micro_steps: int,
+    seed: int,
+    sizes: PoolSizes | None = None,
+    cost: CostModel | None = None,
 ) -> StepBatches:
-    """Documents found, packed and dealt to steps, as the configs say; see `StepBatches`."""
+    """Documents found, packed and dealt to steps, as the configs say; see `StepBatches` and `PoolSampler`."""
     documents = TextDocuments.open(spec.seq_len, config.paths, config.packages, config.suffixes)
     packed = pack_documents(
         documents.lengths, spec.seq_len, seed=seed, packer=config.packer, max_documents=config.max_documents
@@ -196,6 +203,7 @@ def open_step_batches(
         seed=seed,
         across=config.across,
         last_step=config.last_step,
+        cost=cost,
     )
     return StepBatches(documents, packed, sampler, sizes=sizes)
 
@@ -207,6 +215,7 @@ def open_batches(
     micro_steps: int = 1,
     seed: int = 0,
     sizes: PoolSizes | None = None,
+    cost: CostModel | None = None,
 ) -> BatchIterator:
     """The batches of a run, from its first step; endless. Close it when done: it reads ahead in a thread."""
-    return BatchIterator(open_step_batches(config, spec, pools, micro_steps, seed, sizes), config.prefetch)
+    return BatchIterator(open_step_batches(config, spec, pools, micro_steps, seed, sizes, cost), config.prefetch)

@@ -13,6 +13,7 @@ side: NumPy only.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -36,7 +37,8 @@ class PoolSizes:
         what follows from that. None: there is nothing to choose, and nothing is modelled.
     least_saving: a larger pool is taken where it saves more than this share of the step's modelled time, that of
         attention alone.
-    links: what exchanges are priced with; None: `Links()`. Kernels are priced with the sampler's cost model.
+    links: what exchanges are priced with, for plans and for the choice; None: `Links()`. Kernels are priced with the
+        sampler's cost model.
 
     Raises ValueError for a share that is not at least 0 and below 1.
     """
@@ -92,15 +94,18 @@ class StepPlan:
     modelled_seconds: dict[int, float]
 
 
-def plan_step(sampler: PoolSampler, step: int, sizes: PoolSizes, planner: Planner = plan_pool) -> StepPlan:
+def plan_step(sampler: PoolSampler, step: int, sizes: PoolSizes, planner: Planner | None = None) -> StepPlan:
     """Places a step for every pool size, plans it where a size may save enough, and chooses.
 
     What a size takes at least follows from placement alone, which is quick: perfect balance inside its pools. The
     smallest size is planned always. A larger one is planned if this least time is shorter, by more than the share, than
     that of the size chosen so far, and chosen if the modelled time is, too. A larger pool is good for balance between
     pools; that it might hide its exchanges better is not looked for.
+    planner: plans one pool; None: `plan_pool`, at the prices of the sampler and of `sizes`.
     """
     specs = sizes.of(sampler)
+    if planner is None:
+        planner = functools.partial(plan_pool, cost=sampler.cost, links=sizes.links)
     modelled: dict[int, float] = {}
 
     def planned(slots: np.ndarray, spec: PoolSpec) -> list[list[Plan]]:

@@ -15,6 +15,7 @@ from libra_jax.data import DataConfig, PoolSizes
 from libra_jax.links import Links
 from libra_jax.models.qwen3 import Qwen3Config
 from libra_jax.spec import PoolSpec
+from libra_jax.workload import CostModel
 
 
 def free(default: Any) -> Any:
@@ -43,7 +44,7 @@ class MeshConfig:
     least_saving: float = free(0.02)
     """Of two pool sizes a step takes the larger if it saves more than this share of the attention's modelled time."""
     links: Links = dataclasses.field(default_factory=Links, metadata={"may_change": True})
-    """What the wires between ranks carry: prices the exchange where a pool size is chosen."""
+    """What the wires between ranks carry: prices exchanges, for plans and for the choice of a pool size."""
     cpu_devices: int | None = free(None)
     """Virtual devices to make when the platform is cpu; None leaves it as JAX has it."""
 
@@ -97,6 +98,9 @@ class AttentionConfig:
     ranks_per_node: int | None = free(None)
     """Neighbouring ranks in one node, where pages are to cross between nodes once and be passed on inside; for pools of
     several nodes, and 3 waves or more. None: every page comes straight from its home. See `PoolSpec`."""
+    cost_model: str | None = free(None)
+    """File with measured prices of kernels (`CostModel.save`), for placement, plans and the choice of a pool size.
+    None: the defaults of `CostModel`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +210,12 @@ class TrainConfig:
         """The same run, all of its steps in pools of one size on the same devices; `size` is one of `mesh.sizes`."""
         mesh = dataclasses.replace(self.mesh, pools=self.mesh.sequences // size, pool_size=size, pool_sizes=())
         return dataclasses.replace(self, mesh=mesh)
+
+    @property
+    def cost(self) -> CostModel:
+        """What kernels are priced with. Raises OSError or ValueError where its file cannot be read."""
+        path = self.attention.cost_model
+        return CostModel() if path is None else CostModel.load(path)
 
     @property
     def step_tokens(self) -> int:

@@ -75,7 +75,7 @@ def train(config: TrainConfig, console: Console) -> Result:
     mesh = make_mesh(config.mesh)
     with hold_folder(Path(config.run_dir)) as folder:
         batches = open_batches(
-            config.data, config.spec, config.mesh.pools, config.micro_steps, config.seed, config.pool_sizes
+            config.data, config.spec, config.mesh.pools, config.micro_steps, config.seed, config.pool_sizes, config.cost
         )
         values = {"config": fixed_values(config), "data": batches.identity}
         with contextlib.closing(batches), Checkpoints(folder.checkpoints, config.checkpoint) as checkpoints:
