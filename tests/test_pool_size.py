@@ -17,6 +17,7 @@ from libra_jax.links import Links
 from libra_jax.modelled import plan_seconds
 from libra_jax.plan import check_batch, plan_pool
 from libra_jax.spec import PoolSpec
+from libra_jax.train.config import MeshConfig
 from libra_jax.workload import CostModel
 
 # Long enough for work to count more than latency: a whole sequence takes 6 ms on one GPU, an exchange 10 us.
@@ -183,3 +184,18 @@ def test_a_share_that_is_none_is_refused():
             PoolSizes(least_saving=share)
     with pytest.raises(ValueError, match=r"pool_size \(3\) must divide .*\(1 \* 2 = 2\)"):
         PoolSampler([[8]], small_spec()).slots(0, 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"pool_sizes": (3,)}, r"mesh.pool_sizes: 3 must divide pools \* pool_size \(2 \* 4 = 8\)"),
+        ({"pool_sizes": (16,)}, r"mesh.pool_sizes: 16 must divide .* = 8\)"),
+        ({"pool_sizes": (0,)}, r"mesh.pool_sizes: each of them \(0\) must be at least 1"),
+        ({"pool_sizes": (8, 4)}, r"\(8, 4\) and pool_size \(4\) must name a size once, and 4 is there twice"),
+        ({"least_saving": 1.0}, r"mesh.least_saving \(1.0\) must be at least 0 and below 1"),
+    ],
+)
+def test_a_config_with_sizes_that_cannot_be_is_refused_with_both_numbers(fields, message):
+    with pytest.raises(ValueError, match=message):
+        MeshConfig(pools=2, pool_size=4, cp=2, **fields)

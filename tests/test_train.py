@@ -205,21 +205,6 @@ def test_a_config_that_cannot_be_is_refused(changes: dict[str, Any], message: st
         dataclasses.replace(config_of(2, 2, 2), **changes)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"pool_sizes": (3,)}, r"mesh.pool_sizes: 3 must divide pools \* pool_size \(2 \* 4 = 8\)"),
-        ({"pool_sizes": (16,)}, r"mesh.pool_sizes: 16 must divide .* = 8\)"),
-        ({"pool_sizes": (0,)}, r"mesh.pool_sizes: each of them \(0\) must be at least 1"),
-        ({"pool_sizes": (8, 4)}, r"\(8, 4\) and pool_size \(4\) must name a size once, and 4 is there twice"),
-        ({"least_saving": 1.0}, r"mesh.least_saving \(1.0\) must be at least 0 and below 1"),
-    ],
-)
-def test_pool_sizes_that_cannot_be_are_refused_with_both_numbers(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        MeshConfig(pools=2, pool_size=4, cp=2, **fields)
-
-
 def test_measured_prices_come_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     CostModel(page_seconds=1e-6).save(path)
