@@ -14,7 +14,7 @@ def config() -> TrainConfig:
         model=QWEN3_8B,
         data=DataConfig(paths=("corpus",)),
         mesh=MeshConfig(pools=1, pool_size=8, cp=8),
-        attention=AttentionConfig(waves=4),  # the last return, which nothing hides, is small
+        attention=AttentionConfig(waves=6, ranks_per_node=8),  # pages cross between hosts once, and fan out inside
         optimizer=OptimizerConfig(learning_rate=2e-5, warmup_steps=50),
         checkpoint=CheckpointConfig(every=50),
         seq_len=262_144,
