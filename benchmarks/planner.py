@@ -62,7 +62,7 @@ class Options:
     parts: tuple[Part, ...] = ("plans", "step", "frontier", "speeds")
     """plans: balance, bytes, room and time. step: modelled training steps. frontier: what balance costs. speeds: ranks
     of unequal speed."""
-    tolerance: float = 0.005
+    tolerance: float = 0.003
     """How far above its share a rank may be."""
     tries: int = 1
     """Plans made of each pool, of which the fastest is taken."""

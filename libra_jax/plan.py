@@ -75,7 +75,7 @@ def plan_pool(
     speed: Sequence[float] | np.ndarray | None = None,
     *,
     policy: Policy | None = None,
-    tolerance: float = 0.005,
+    tolerance: float = 0.003,
     tries: int = 1,
     cost: CostModel | None = None,
     links: Links | None = None,

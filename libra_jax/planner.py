@@ -200,8 +200,10 @@ def pour(
                 end = piece[1]
             rest.append((lane, 0, end))
     for lane, begin, end in rest:
+        piece = None
         while end > begin:
-            piece = _best_piece(lane, begin, end, page_cost, spec, ledger)
+            piece = _same_node_piece(lane, begin, end, piece, spec, ledger) if piece else None
+            piece = piece or _best_piece(lane, begin, end, page_cost, spec, ledger)
             if piece is None:
                 return executor, False
             by_lane[lane.number, lane.blocks[piece[1] : end]] = piece[0]
@@ -318,6 +320,31 @@ def _best_piece(
     if spec.ranks_per_node:
         lane.had[node] = min(lane.had[rank], first)
     return rank, int(start[rank])
+
+
+def _same_node_piece(
+    lane: _Lane, begin: int, end: int, last: tuple[int, int], spec: PoolSpec, ledger: _Ledger
+) -> tuple[int, int] | None:
+    """What `_best_piece` chooses where a lane goes on in the node that relays brought its pages to, away from home:
+    the rank there with the most work left. None where it is not as simple as that, or nobody there has work left.
+
+    last: the piece before, (rank, start).
+    """
+    if not spec.ranks_per_node or lane.home[last[0]]:
+        return None
+    node = slice(last[0] - last[0] % spec.node_ranks, last[0] - last[0] % spec.node_ranks + spec.node_ranks)
+    rank = node.start + int(ledger.work_left[node].argmax())
+    wanted = ledger.work_left[rank] + 0.5 * (lane.work[end] - lane.work[end - 1])
+    start = max(int(lane.work.searchsorted(lane.work[end] - wanted)), begin, end - int(ledger.blocks_left[rank]))
+    if start >= end:
+        return None
+    first, pages = lane.first_page[start], lane.blocks[end - 1] + 1 - lane.first_page[start]
+    if first < lane.had[rank] or pages > ledger.pages_left[rank]:
+        return None
+    ledger.take(rank, int(lane.work[end] - lane.work[start]), node)
+    ledger.blocks_left[rank] -= end - start
+    ledger.pages_left[rank] -= pages
+    return rank, start
 
 
 def _starts(lane: _Lane, end: int, ledger: _Ledger, anyway: bool) -> np.ndarray:

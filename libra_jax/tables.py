@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from libra_jax.intervals import covering, expand, offsets, rows, stable_order, starts_within
-from libra_jax.routing import DIRECT, Copies, PageRows, PoolWork, Routing, home_slots
+from libra_jax.routing import DIRECT, PASSED, Copies, PageRows, PoolWork, Routing, home_slots
 from libra_jax.spec import PoolSpec
 
 Table = Any
@@ -183,20 +183,20 @@ def build_tables(executor: np.ndarray, wave: np.ndarray, routing: Routing, work:
         pages=_page_table(routing.page_rows, pages, _transport(routing.passed, spec, inside=True), spec),
         first_visible=np.ascontiguousarray(work.first_visible.reshape(n, spec.tokens_per_rank), np.int32),
         send_blocks=_listed(
-            blocks.sent, routing.blocks.source, home_slots(routing.blocks.unit, spec), routing.blocks, n, home
+            blocks.sent, routing.blocks.source, home_slots(routing.blocks.unit, spec), routing.blocks, home
         ),
-        send_block_offsets=blocks.sent_offsets,
-        recv_block_offsets=blocks.landed_offsets,
-        send_pages=_listed(pages.sent, routing.pages.source, sent_slots, routing.pages, n, room.sent_pages),
-        send_page_offsets=pages.sent_offsets,
-        recv_page_offsets=pages.landed_offsets,
-        return_pages=_listed(pages.back, routing.pages.target, pages.landed, routing.pages, n, room.pages),
-        return_page_offsets=pages.back_offsets,
-        returned_page_offsets=pages.returned_offsets,
-        block_landings=_landings(blocks.landed_offsets),
-        page_landings=_landings(pages.landed_offsets),
-        result_landings=_landings(blocks.returned_offsets),
-        gradient_landings=_landings(pages.returned_offsets),
+        send_block_offsets=blocks.sent.offsets,
+        recv_block_offsets=blocks.landed.offsets,
+        send_pages=_listed(pages.sent, routing.pages.source, sent_slots, routing.pages, room.sent_pages),
+        send_page_offsets=pages.sent.offsets,
+        recv_page_offsets=pages.landed.offsets,
+        return_pages=_listed(pages.back, routing.pages.target, pages.landed.position, routing.pages, room.pages),
+        return_page_offsets=pages.back.offsets,
+        returned_page_offsets=pages.returned.offsets,
+        block_landings=_landings(blocks.landed.offsets),
+        page_landings=_landings(pages.landed.offsets),
+        result_landings=_landings(blocks.returned.offsets),
+        gradient_landings=_landings(pages.returned.offsets),
         sum_offsets=sum_offsets,
         sum_rows=sum_rows,
         **_relay_tables(routing, pages, spec),
@@ -205,27 +205,31 @@ def build_tables(executor: np.ndarray, wave: np.ndarray, routing: Routing, work:
 
 
 class _Transport(NamedTuple):
-    """Where the first item of each copy stands, on its way there and back, and the offsets (N, X, peers + 1).
+    """Where the first item of each copy stands, on its way there and back.
 
     sent: among what its source sends. landed: among what its target receives. back: among the results that the target
     sends back. returned: among those that the source gets back.
     """
 
-    sent: np.ndarray
-    landed: np.ndarray
-    back: np.ndarray
-    returned: np.ndarray
-    sent_offsets: np.ndarray
-    landed_offsets: np.ndarray
-    back_offsets: np.ndarray
-    returned_offsets: np.ndarray
+    sent: _Places
+    landed: _Places
+    back: _Places
+    returned: _Places
+
+
+class _Places(NamedTuple):
+    """position: of a copy's first item at its rank. order: copies by rank and position. offsets: (N, X, peers + 1)."""
+
+    position: np.ndarray
+    order: np.ndarray
+    offsets: np.ndarray
 
 
 def _transport(copies: Copies, spec: PoolSpec, inside: bool = False) -> _Transport:
     """inside: among the ranks of a node, which are the peers."""
     n, x, peers = spec.ranks, spec.exchanges, spec.node_ranks if inside else spec.ranks
 
-    def ordered(exchange: np.ndarray, near: np.ndarray, far: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def ordered(exchange: np.ndarray, near: np.ndarray, far: np.ndarray) -> _Places:
         """Positions at rank `near` in the order (exchange, far, lane, block)."""
         order = stable_order(far, exchange, near)
         position = np.empty(order.size, np.int32)
@@ -233,23 +237,21 @@ def _transport(copies: Copies, spec: PoolSpec, inside: bool = False) -> _Transpo
         cell = (near.astype(np.int64) * x + exchange) * peers + far % peers
         flat = offsets(np.bincount(cell, copies.length, n * x * peers).astype(np.int64).reshape(n, x * peers))
         # Row x: peers + 1 offsets that start where exchange x starts.
-        return position, flat[:, np.arange(x)[:, None] * peers + np.arange(peers + 1)]
+        return _Places(position, order, flat[:, np.arange(x)[:, None] * peers + np.arange(peers + 1)])
 
-    sent, sent_offsets = ordered(copies.arrives, copies.source, copies.target)
-    landed, landed_offsets = ordered(copies.arrives, copies.target, copies.source)
+    sent = ordered(copies.arrives, copies.source, copies.target)
+    landed = ordered(copies.arrives, copies.target, copies.source)
     if copies.returns is copies.arrives or x == 1:  # the way back is the way there: nothing new to sort
-        back, back_offsets, returned, returned_offsets = landed, landed_offsets, sent, sent_offsets
-    else:
-        back, back_offsets = ordered(copies.returns, copies.target, copies.source)
-        returned, returned_offsets = ordered(copies.returns, copies.source, copies.target)
-    return _Transport(sent, landed, back, returned, sent_offsets, landed_offsets, back_offsets, returned_offsets)
+        return _Transport(sent, landed, back=landed, returned=sent)
+    back = ordered(copies.returns, copies.target, copies.source)
+    return _Transport(sent, landed, back, ordered(copies.returns, copies.source, copies.target))
 
 
 def _entries(routing: Routing, blocks: _Transport, work: PoolWork) -> np.ndarray:
     """(N, H + RB, 5): every block once, on its executor."""
     spec, runs = work.spec, routing.runs
     slot = home_slots(runs.unit, spec)
-    slot[runs.rank != runs.home] = spec.home_blocks + blocks.landed
+    slot[runs.rank != runs.home] = spec.home_blocks + blocks.landed.position
     lightest_first = np.argsort(np.argsort(work.num_pages.max(axis=1), kind="stable"))
     sequence = runs.lane // spec.num_kv_heads
     order = stable_order(lightest_first[sequence], runs.wave, runs.rank)
@@ -284,27 +286,25 @@ def _page_table(rows_: PageRows, pages: _Transport, passed: _Transport, spec: Po
     home = spec.home_blocks
     table[:, :home] = np.arange(home)
     slot = home_slots(rows_.unit, spec)
-    direct, from_relay = rows_.kind == DIRECT, rows_.kind > DIRECT
-    slot[direct] = home + pages.landed[rows_.copy[direct]]
-    slot[from_relay] = home + spec.room.pages + passed.landed[rows_.copy[from_relay]]
+    direct, from_relay = rows_.kind == DIRECT, rows_.kind == PASSED
+    slot[direct] = home + pages.landed.position[rows_.copy[direct]]
+    slot[from_relay] = home + spec.room.pages + passed.landed.position[rows_.copy[from_relay]]
     table[:, home:] = rows(rows_.rank, rows_.length, expand(slot, rows_.length), spec.ranks, table.shape[1] - home)
     return table
 
 
-def _listed(
-    position: np.ndarray, owner: np.ndarray, first: np.ndarray, copies: Copies, owners: int, size: int
-) -> np.ndarray:
-    """(owners, size): for each owner `first`, first + 1, .. of its copies, in the order of their positions there."""
-    order = stable_order(position, owner)
-    count = copies.length[order]
-    return rows(owner[order], count, expand(first[order], count), owners, size)
+def _listed(places: _Places, owner: np.ndarray, first: np.ndarray, copies: Copies, size: int) -> np.ndarray:
+    """(N, size): for each owner `first`, first + 1, .. of its copies, in the order of their places."""
+    length = copies.length[places.order]
+    values = expand(first[places.order], length)
+    return rows(owner[places.order], length, values, places.offsets.shape[0], size)
 
 
 def _sums_at_home(copies: Copies, pages: _Transport, spec: PoolSpec) -> tuple[np.ndarray, np.ndarray]:
     """sum_offsets (N, H + 1) and sum_rows (N, SP): returned rows grouped by the home page they belong to."""
     point = np.unique(np.concatenate([copies.unit, copies.unit + copies.length]))
     which, element = covering(copies.unit, copies.unit + copies.length, point)
-    order = stable_order(pages.returned[which], element)
+    order = stable_order(pages.returned.position[which], element)
     which, element = which[order], element[order]
     several = np.bincount(element, minlength=point.size)
     first = np.flatnonzero(np.append(True, element[1:] != element[:-1])) if element.size else element
@@ -320,7 +320,7 @@ def _sums_at_home(copies: Copies, pages: _Transport, spec: PoolSpec) -> tuple[np
     begin = home * spec.room.sent_pages + sums[home, home_slots(point[element], spec)] + number
     table = np.zeros(spec.ranks * spec.room.sent_pages, np.int32)
     table[expand(begin, length[element], several[element])] = expand(
-        pages.returned[which] + point[element] - copies.unit[which], length[element]
+        pages.returned.position[which] + point[element] - copies.unit[which], length[element]
     )
     return sums, table.reshape(spec.ranks, -1)
 
@@ -330,28 +330,28 @@ def _relay_tables(routing: Routing, pages: _Transport, spec: PoolSpec) -> dict[s
     copies, via, n, room = routing.passed, routing.relay_copy, spec.ranks, spec.room
     passed = _transport(copies, spec, inside=True)
     # What comes back to a relay, by the row of return_pages that it is added to.
-    order = stable_order(passed.returned, via)
+    order = stable_order(passed.returned.position, via)
     via_in_order, count = via[order], copies.length[order]
     several = np.bincount(via_in_order, minlength=routing.pages.unit.size)
     number = np.arange(order.size) - (np.cumsum(several) - several)[via_in_order]
     relay = np.flatnonzero(several)
     added = np.zeros(n * room.pages, np.int64)
-    at = routing.pages.target[relay].astype(np.int64) * room.pages + pages.back[relay]
+    at = routing.pages.target[relay].astype(np.int64) * room.pages + pages.back.position[relay]
     added[expand(at, routing.pages.length[relay])] = np.repeat(several[relay], routing.pages.length[relay])
     sums = offsets(added.reshape(n, room.pages))
     source = copies.source[order].astype(np.int64)
-    begin = source * room.relayed_pages + sums[source, pages.back[via_in_order]] + number
+    begin = source * room.relayed_pages + sums[source, pages.back.position[via_in_order]] + number
     sum_rows = np.zeros(n * room.relayed_pages, np.int32)
-    sum_rows[expand(begin, count, several[via_in_order])] = expand(passed.returned[order], count)
+    sum_rows[expand(begin, count, several[via_in_order])] = expand(passed.returned.position[order], count)
     return {
-        "relay_pages": _listed(passed.sent, copies.source, pages.landed[via], copies, n, room.relayed_pages),
-        "relay_page_offsets": passed.sent_offsets,
-        "passed_page_offsets": passed.landed_offsets,
-        "passed_page_landings": _landings(passed.landed_offsets, spec.node_ranks),
-        "return_passed": _listed(passed.back, copies.target, passed.landed, copies, n, room.passed_pages),
-        "return_passed_offsets": passed.back_offsets,
-        "relay_gradient_offsets": passed.returned_offsets,
-        "relay_gradient_landings": _landings(passed.returned_offsets, spec.node_ranks),
+        "relay_pages": _listed(passed.sent, copies.source, pages.landed.position[via], copies, room.relayed_pages),
+        "relay_page_offsets": passed.sent.offsets,
+        "passed_page_offsets": passed.landed.offsets,
+        "passed_page_landings": _landings(passed.landed.offsets, spec.node_ranks),
+        "return_passed": _listed(passed.back, copies.target, passed.landed.position, copies, room.passed_pages),
+        "return_passed_offsets": passed.back.offsets,
+        "relay_gradient_offsets": passed.returned.offsets,
+        "relay_gradient_landings": _landings(passed.returned.offsets, spec.node_ranks),
         "relay_sum_offsets": sums,
         "relay_sum_rows": sum_rows.reshape(n, -1),
     }
