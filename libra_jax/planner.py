@@ -62,7 +62,8 @@ def pooled(
         many (0: the block is all padding and stays home). The same for every head.
     speed: (N,) float, relative; a rank with twice the speed gets twice the work.
     raised: targets are 1 + raised shares: less has to move, and the slowest rank takes so much longer.
-    links: what moving costs inside a node and between nodes; None is `Links()`.
+    links: what moving costs inside a node and between nodes; None is `Links()`. Where the spec has relays, it says
+        which ranks share a node.
 
     No rank's work is above its target by more than one block's, unless that needs more room than `spec.room` has.
     Then all targets are raised, first to 1.01 of what they were, until the plan fits, to within 5% of the least raise
@@ -223,7 +224,7 @@ def _lanes(
     """The lanes that blocks leave, heaviest first."""
     C, K, N, width = spec.cp, spec.num_kv_heads, spec.ranks, spec.blocks_per_rank
     leaving_work = np.where(leaves, num_pages[:, None], 0).sum(2)  # (P, K)
-    node = np.arange(N) // links.ranks_per_node
+    node = np.arange(N) // (spec.ranks_per_node or links.ranks_per_node)
     parts = np.arange(C)[:, None] * width + [0, width]
     lanes, alike = [], {}
     for number in np.argsort(-leaving_work, axis=None, kind="stable")[: np.count_nonzero(leaving_work)]:
