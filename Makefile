@@ -39,6 +39,9 @@ bench: setup ## run the benchmarks: tables here, JSON and reports in benchmarks/
 	mkdir -p benchmarks/reports
 	$(BIN)/python -m benchmarks.planner --json benchmarks/reports/planner.json --report benchmarks/reports/planner.md \
 	    --plot benchmarks/reports/planner_frontier.png
+	$(BIN)/python -m benchmarks.planner_others --json benchmarks/reports/planner_others.json \
+	    --report benchmarks/reports/planner_others.md
+	$(BIN)/python -m benchmarks.waves --report benchmarks/reports/waves.md
 	$(BIN)/python -m benchmarks.attention_cpu --json benchmarks/reports/attention_cpu.json \
 	    --report benchmarks/reports/attention_cpu.md
 	$(BIN)/python -m benchmarks.kernel_report --json benchmarks/reports/kernels.json \
