@@ -189,8 +189,10 @@ def step_rows(report: Report, setting: Setting, batches: dict[str, Batches], pla
             plan: PlanPool = plan,
             slots: Callable = slots_of,
             corpus: str = corpus,
+            waves: int | None = None,
         ) -> list[StepSeconds]:
             spec = setting.spec(32, 8, two_level=two_level, pool_size=pool_size)
+            spec = dataclasses.replace(spec, waves=waves or spec.waves)
             return [planned_step(batch, spec, plan, cost, links, slots) for batch in batches[corpus]]
 
         dealt = functools.partial(plan_pool, policy=planner.head_parallel)
@@ -204,6 +206,8 @@ def step_rows(report: Report, setting: Setting, batches: dict[str, Batches], pla
             "pools of 8, two levels": eight,
             "pools of 16, two levels": sixteen,
             CHOSEN: best_of([eight, sixteen]),
+            "pools of 8, two levels, 4 tries": steps(True, plan=functools.partial(plan, tries=4)),
+            "pools of 8, two levels, 4 tries, 8 waves": steps(True, plan=functools.partial(plan, tries=4), waves=8),
         }
         base = mean_of(ulysses).step
         rows += [{"corpus": corpus, "plan": kind} | step_row(mean_of(kind_steps), base)
@@ -303,6 +307,9 @@ another node read crosses once, to a relay; six waves.
   taken as drawn, or "all alike": every pool of a step equal (`across="all"`, as in the tables above). What attention
   takes beyond the ideal, in percent of it: because one pool of a micro-step has more to do than others, because one
   rank of a pool has, and because exchanges and waiting for others are exposed.
+  Not in the model, and no part of the ideal: blocks and pages are copied into slots for every wave, which at 256K is
+  about 1 ms of a layer's two passes a wave (`docs/how_it_works.md` has the bytes). So waves are not free, and tries are
+  only planned more often.
 - makespan: the slowest rank's time over that of work shared in proportion to speeds, median / 99% / most.
 """
 
