@@ -146,10 +146,11 @@ The same pools for all, the first of benchmarks/planner.py: pooled with the room
 without any limit. Imbalance: most pages visited by a rank over the mean, median / 99th percentile of pools. Bytes in
 units of what a rank sends with Ulysses, forward, both ways: the mean, of that what crosses nodes of 8 ranks, then the
 busiest sender and receiver, median / 99th percentile. time: modelled seconds of a layer's attention, forward and
-backward (635 TFLOP/s, 360 GB/s inside nodes, 50 GB/s between, four waves, six with relays), over those of perfect balance at
-no cost of exchange; mean. After ";" the same with two levels, where a page that several ranks of another node read crosses once
-(relays are not part of either system; they are given to all alike). ms: processor time of the policy, median. no room:
-plans that the default room does not hold, so that the head-parallel plan would run instead; one and two levels.
+backward (635 TFLOP/s, 360 GB/s inside nodes, 50 GB/s between, four waves, six with relays), over those of perfect
+balance at no cost of exchange; mean. After ";" the same with two levels, where a page that several ranks of another
+node read crosses once (relays are not part of either system; they are given to all alike). ms: processor time of the
+policy, median. no room: plans that the default room does not hold, so that the head-parallel plan would run instead;
+one and two levels.
 
 The first table averages the figures of the second over corpora and heads. DistCA: greedy from servers with a surplus to
 servers with a deficit, with its tolerance; an attention server is a rank, or a node of 8 ranks that split the heads.
