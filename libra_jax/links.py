@@ -31,21 +31,29 @@ class Links:
     """
 
     ranks_per_node: int = 8
+    """Neighbouring ranks that share a node (a host)."""
     inside: float = 360e9
+    """Bytes a second of one rank inside a node, one way."""
     across: float = 50e9
+    """Bytes a second of one rank between nodes, one way."""
     inside_latency: float = 10e-6
+    """Seconds that an exchange inside a node costs besides."""
     across_latency: float = 25e-6
+    """Seconds that an exchange between nodes costs besides."""
 
     def __post_init__(self) -> None:
         for name, given in dataclasses.asdict(self).items():
-            value = float(given) if isinstance(given, numbers.Real) and not isinstance(given, bool) else math.nan
-            if not math.isfinite(value):
-                raise ValueError(f"links: {name} ({given!r}) must be a finite number")
+            try:
+                value = float(given) if isinstance(given, numbers.Real) and not isinstance(given, bool) else math.nan
+            except OverflowError:
+                value = math.inf
             if name == "ranks_per_node":
-                if value < 1 or not value.is_integer():
-                    raise ValueError(f"links: {name} ({given!r}) must be a whole number of at least 1")
+                if not 1 <= value < 2**31 or not value.is_integer():
+                    raise ValueError(f"links: {name} ({given!r}) must be a whole number of at least 1, below 2**31")
                 object.__setattr__(self, name, int(value))
                 continue
+            if not math.isfinite(value):
+                raise ValueError(f"links: {name} ({given!r}) must be a finite number")
             if value < 0 or (value == 0 and not name.endswith("_latency")):
                 rule = "0 or more" if name.endswith("_latency") else "above 0"
                 raise ValueError(f"links: {name} ({given!r}) must be {rule}")

@@ -100,14 +100,17 @@ def plan_seconds(
 ) -> PlanSeconds:
     """Modelled seconds of one pool's plan, from its tables.
 
-    cost: None is `CostModel()`, for the shape of the spec. links: None is `Links()`.
+    cost: None is `CostModel()`, for the shape of the spec. links: None is `Links()`, with the spec's nodes where it has
+        relays.
     speed: (N,) how fast each rank's kernels are, 1 being as `cost` says; None: all 1. (`plan_pool` looks at ratios
         alone; here 0.5 takes twice as long.) Launches take as long on all ranks.
 
-    Deterministic; a fraction of a millisecond for 64 ranks. Raises ValueError for the tables of several pools, and
+    Deterministic; about a millisecond for 64 ranks. Raises ValueError for the tables of several pools, and
     for speeds of another number of ranks or not above 0.
     """
-    tables = plan if isinstance(plan, PlanTables) else plan.tables
+    tables = getattr(plan, "tables", plan)
+    if not isinstance(tables, PlanTables):
+        raise TypeError(f"plan_seconds takes what plan_pool returns, or its tables, got {type(plan).__name__}")
     return counted_seconds(plan_counts(tables), tables.spec, cost, links, speed)
 
 
@@ -190,8 +193,9 @@ def counted_seconds(
     speed: np.ndarray | list[float] | None = None,
 ) -> PlanSeconds:
     """`plan_seconds` from counts, for plans that are not written into tables (yet)."""
+    check_prices(cost, links)
     cost = (CostModel() if cost is None else cost).scaled(spec)
-    links = Links() if links is None else links
+    links = Links(spec.ranks_per_node or Links().ranks_per_node) if links is None else links
     speeds = _check_speed(speed, spec)
     seconds, kernels, ideals, moved = [], [], [], []
     for price, traffic in zip((cost.forward, cost.backward), _traffic(counts, spec, links), strict=True):
@@ -300,10 +304,20 @@ def _clock(kernel: np.ndarray, traffic: _Traffic, spec: PoolSpec, links: Links) 
     return through(float(now.max()), [traffic.back[:, :, last]]).max(axis=0) + latency
 
 
+def check_prices(cost: object, links: object) -> None:
+    """Raises TypeError unless these are a `CostModel` and `Links`, or None."""
+    for name, value, wanted in (("cost", cost, CostModel), ("links", links, Links)):
+        if value is not None and not isinstance(value, wanted):
+            raise TypeError(f"{name} must be a libra_jax.{wanted.__name__} or None, got {value!r}")
+
+
 def _check_speed(speed: np.ndarray | list[float] | None, spec: PoolSpec) -> np.ndarray:
     if speed is None:
         return np.ones(spec.ranks)
-    speeds = np.asarray(speed, np.float64)
+    try:
+        speeds = np.asarray(speed, np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"speed ({speed!r}) must be one number for each of {spec.ranks} ranks") from error
     if speeds.shape != (spec.ranks,):
         raise ValueError(f"speed has shape {speeds.shape}; the pool has {spec.ranks} ranks")
     bad = ~(np.isfinite(speeds) & (speeds > 0))

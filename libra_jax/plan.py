@@ -17,7 +17,7 @@ import numpy as np
 
 from libra_jax import planner
 from libra_jax.links import Links
-from libra_jax.modelled import counted_seconds, routed_counts
+from libra_jax.modelled import check_prices, counted_seconds, routed_counts
 from libra_jax.planner import Policy
 from libra_jax.routing import (
     Copies,
@@ -31,7 +31,7 @@ from libra_jax.routing import (
     route,
     runs_of,
 )
-from libra_jax.spec import PoolSpec, spec_differences
+from libra_jax.spec import Capacity, PoolSpec, spec_differences
 from libra_jax.table_checks import check_tables
 from libra_jax.tables import PlanTables, build_tables
 from libra_jax.workload import PADDING, CostModel, block_pages, check_lengths, document_starts, lengths_from_segment_ids
@@ -100,6 +100,11 @@ def plan_pool(
             "plan_pool takes a list of lists of lengths, a PoolSpec and a policy function, got "
             f"{type(lengths).__name__}, {type(spec).__name__} and {policy!r}"
         )
+    if not (_is_number(tolerance) and 0 <= tolerance < 1e6):
+        raise ValueError(f"tolerance ({tolerance!r}) must be a number from 0 to 1e6")
+    if not (isinstance(tries, numbers.Integral) and not isinstance(tries, bool) and 1 <= tries <= MOST_TRIES):
+        raise ValueError(f"tries ({tries!r}) must be a whole number from 1 to {MOST_TRIES}")
+    check_prices(cost, links)
     if len(lengths) != spec.pool_size:
         raise ValueError(f"lengths of {len(lengths)} sequences were given for a pool of {spec.pool_size}")
     checked = [check_lengths(sequence, spec.seq_len, sequence=p) for p, sequence in enumerate(lengths)]
@@ -118,6 +123,12 @@ def plan_pool(
     if fallback is not None:
         routed = _routed(planner.head_parallel(first_page, num_pages, spec, speeds), work, relayed=False)
         assert lack_of_room(routed.routes, spec) is None, "the head-parallel plan must fit every valid spec"
+        if policy is None and spec.ranks_per_node is not None:
+            # What was meant for relays has no room without them. Planned without them from the start it may have.
+            executor = planner.pooled(first_page, num_pages, _one_level(spec), speeds, links=links)
+            direct = _routed(executor, work, relayed=False)
+            if _modelled(direct, work, speeds, cost, links) < _modelled(routed, work, speeds, cost, links):
+                routed, fallback = direct, None
     stats = _statistics(routed.routes, work, speeds, fallback)
     tables = build_tables(routed.executor, routed.wave, routed.routes, work)
     return Plan(spec, routed.executor, routed.wave, tables, stats)
@@ -150,31 +161,44 @@ def _least_time(
     work: PoolWork, speeds: np.ndarray, tolerance: float, tries: int, cost: CostModel | None, links: Links | None
 ) -> _Routed:
     """The plan with the least modelled time of those that `plan_pool` tries."""
-    if not (isinstance(tolerance, numbers.Real) and 0 <= tolerance < math.inf):
-        raise ValueError(f"tolerance ({tolerance!r}) must be a finite number, 0 or more")
-    if not (isinstance(tries, numbers.Integral) and not isinstance(tries, bool) and 1 <= tries <= MOST_TRIES):
-        raise ValueError(f"tries ({tries!r}) must be a whole number from 1 to {MOST_TRIES}")
     pages = work.first_page, work.num_pages, work.spec, speeds
     amounts = list(dict.fromkeys(part * tolerance for part in _RAISED[:tries]))
     plans = [_routed(planner.pooled(*pages, raised=by, links=links), work) for by in amounts]
-    # The head-parallel plan moves nothing out of a CP group. It is as even as its sequences are alike.
-    pooled, each = _slowest(plans[0], work, speeds), work.num_pages.sum(axis=1)
+    # The head-parallel plan moves nothing out of a CP group. It is as even as its sequences are alike, or less.
+    pooled, each = _slowest(plans[0].executor, work, speeds), work.num_pages.sum(axis=1)
     if each.max() * work.spec.pool_size * work.spec.num_kv_heads / speeds.sum() <= pooled:
-        plans.append(_routed(planner.head_parallel(*pages), work, relayed=False))
+        dealt = planner.head_parallel(*pages)
+        if _slowest(dealt, work, speeds) <= pooled:
+            plans.append(_routed(dealt, work, relayed=False))
     if len(plans) == 1:
         return plans[0]
-
-    def seconds(routed: _Routed) -> float:
-        if lack_of_room(routed.routes, work.spec) is not None:
-            return math.inf
-        return counted_seconds(routed_counts(routed.routes, work), work.spec, cost, links, speeds).total
-
-    return min(plans, key=seconds)
+    return min(plans, key=lambda plan: _modelled(plan, work, speeds, cost, links))
 
 
-def _slowest(routed: _Routed, work: PoolWork, speeds: np.ndarray) -> float:
+def _modelled(
+    routed: _Routed, work: PoolWork, speeds: np.ndarray, cost: CostModel | None, links: Links | None
+) -> float:
+    """Modelled seconds of a plan, forward and backward; infinite where the spec has no room for it."""
+    if lack_of_room(routed.routes, work.spec) is not None:
+        return math.inf
+    return counted_seconds(routed_counts(routed.routes, work), work.spec, cost, links, speeds).total
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _slowest(executor: np.ndarray, work: PoolWork, speeds: np.ndarray) -> float:
     """Pages that the slowest rank visits, by its speed."""
-    return float((rank_work(routed.routes.runs, work)[:, 0] / speeds).max())
+    each = np.broadcast_to(work.num_pages[:, None], executor.shape)
+    return float((np.bincount(executor.reshape(-1), each.reshape(-1), speeds.size) / speeds).max())
+
+
+def _one_level(spec: PoolSpec) -> PoolSpec:
+    """The same pool without relays, with no more room than it has."""
+    names = ("blocks", "pages", "sent_pages", "pair_blocks", "pair_pages")
+    room = Capacity(*(getattr(spec.room, name) / spec.home_blocks for name in names))
+    return dataclasses.replace(spec, ranks_per_node=None, capacity=room)
 
 
 def policy_work(lengths: Sequence[Sequence[int]], spec: PoolSpec, policy: Policy) -> np.ndarray:

@@ -188,7 +188,9 @@ def choose_relays(runs: Runs, work: PoolWork) -> Relays | None:
     """Relays for the pages that two or more ranks of a node read and that none of the node is home to; None where
     there are none.
 
-    One of the readers is the relay: it needs the page anyway. Readers take turns, a quarter of a part at a time.
+    One of the readers is the relay: it needs the page anyway. Readers take turns, about a quarter of a part at a time.
+    Where that is more than the room of one of them, the longest runs are given out first, each to the reader with the
+    least to pass on, and what then still finds no room comes straight from home.
     """
     spec = work.spec
     if spec.ranks_per_node is None:
@@ -204,20 +206,55 @@ def choose_relays(runs: Runs, work: PoolWork) -> Relays | None:
     point = np.unique(np.concatenate([offset + low, offset + high]))
     which, element = covering(offset + low, offset + high, point)
     order = stable_order(element)
-    which, element = which[order], element[order]
+    element, reader = element[order], rank[which[order]]
     readers = np.bincount(element, minlength=point.size)
     several = np.flatnonzero(readers > 1)
     if not several.size:
         return None
+    first, length, page = np.cumsum(readers) - readers, np.diff(point, append=0), point % size
     relay = np.full(point.size, -1, np.int32)
-    page = point[several] % size
-    first = (np.cumsum(readers) - readers)[several]
-    relay[several] = rank[which[first + (page // turn + page // nb) % readers[several]]]
-    passed = (relay[element] >= 0) & (relay[element] != rank[which])
-    element, reader = element[passed], rank[which[passed]]
-    begin = reader * np.int64(size) + point[element] % size
+    relay[several] = reader[first[several] + (page // turn + page // nb)[several] % readers[several]]
+
+    def held(owner: np.ndarray, runs: np.ndarray) -> int:
+        return int(np.bincount(owner, length[runs], 1).max())
+
+    passed = (relay[element] >= 0) & (relay[element] != reader)
+    room = spec.room
+    over = held(relay[element[passed]], element[passed]) > room.relayed_pages
+    if over or held(reader[passed], element[passed]) > room.passed_pages:
+        relay = _relays_within_room(several, first, readers, reader, length, spec)
+        passed = (relay[element] >= 0) & (relay[element] != reader)
+        if not passed.any():
+            return None
+    element, reader = element[passed], reader[passed]
+    begin = reader * np.int64(size) + page[element]
     order = np.argsort(begin)
-    return Relays(point, relay, (begin[order], (begin + point[element + 1] - point[element])[order]))
+    return Relays(point, relay, (begin[order], (begin + length[element])[order]))
+
+
+def _relays_within_room(
+    several: np.ndarray, first: np.ndarray, readers: np.ndarray, reader: np.ndarray, length: np.ndarray, spec: PoolSpec
+) -> np.ndarray:
+    """(elements,) relays such that no rank passes on, or gets from relays, more than `spec.room` has; -1: none.
+
+    several: the elements that more than one rank reads. The readers of element e are reader[first[e]] and the
+    readers[e] - 1 after it. length: pages.
+    """
+    relay = np.full(length.size, -1, np.int32)
+    relayed, passed = np.zeros(spec.ranks, np.int64), np.zeros(spec.ranks, np.int64)
+    for e in several[np.argsort(-((readers - 1) * length)[several], kind="stable")]:
+        who = reader[first[e] : first[e] + readers[e]]
+        # The reader with the least to pass on; of equal ones that with the most to get from others.
+        chosen = who[np.lexsort((-passed[who], relayed[who]))[0]]
+        others = who[who != chosen]
+        if relayed[chosen] + others.size * length[e] > spec.room.relayed_pages:
+            continue
+        if passed[others].max() + length[e] > spec.room.passed_pages:
+            continue
+        relay[e] = chosen
+        relayed[chosen] += others.size * length[e]
+        passed[others] += length[e]
+    return relay
 
 
 def assign_waves(executor: np.ndarray, work: PoolWork, relays: Relays | None = None) -> np.ndarray:

@@ -289,12 +289,14 @@ def _resolve(spec: PoolSpec) -> Room:
             readers = spec.ranks / spec.num_kv_heads + 1
             asked = Capacity(blocks=1.0, pages=max(4.0, need.pages), sent_pages=max(6.0, need.sent_pages, readers))
         else:
-            # With relays a page goes to the nodes of these ranks; a lane may share its first and its last node with
-            # others. The last block of a document as long as its sequence reads cp / kv heads home blocks of pages.
-            nodes = 2 * spec.ranks / (spec.num_kv_heads * spec.ranks_per_node) + 1
-            pages = max(4.0, need.pages, spec.cp / spec.num_kv_heads + 1)
-            passed = max(3.0, spec.cp / spec.num_kv_heads)
-            asked = Capacity(1.0, pages, max(4.0, need.sent_pages, nodes), passed_pages=passed, relayed_pages=passed)
+            # With relays a page goes to the nodes of these ranks (a lane may share its first and its last node with
+            # others), and to each reader in its home's own. The last block of a document as long as its sequence reads
+            # cp / kv heads home blocks of pages.
+            node, lanes = spec.ranks_per_node, spec.num_kv_heads
+            copies = 2 * spec.ranks / (lanes * node) + (node - 1) / lanes + 1
+            pages = max(4.0, need.pages, spec.cp / lanes + 1)
+            passed = max(3.0, spec.cp / lanes)
+            asked = Capacity(1.0, pages, max(4.0, need.sent_pages, copies), passed_pages=passed, relayed_pages=passed)
     assert isinstance(asked, Capacity)
 
     def whole(fraction: float) -> int:

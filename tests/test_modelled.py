@@ -460,7 +460,7 @@ def test_deterministic_and_of_plans_or_tables():
         ("across_latency", math.nan, "finite"),
         ("ranks_per_node", 0, "whole number of at least 1"),
         ("ranks_per_node", 7.5, "whole number of at least 1"),
-        ("ranks_per_node", True, "finite"),
+        ("ranks_per_node", True, "whole number"),
     ],
 )
 def test_links_name_what_is_wrong(field, value, rule):

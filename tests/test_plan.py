@@ -20,7 +20,7 @@ from libra_jax.plan import MOST_TRIES, check_batch, plan_pool, stack_plans
 from libra_jax.routing import wave_ends
 from libra_jax.spec import Capacity, PoolSpec, head_parallel_capacity
 from libra_jax.tables import PlanTables
-from libra_jax.workload import PADDING, block_pages
+from libra_jax.workload import PADDING, CostModel, block_pages
 
 
 @st.composite
@@ -375,3 +375,22 @@ def test_tries_are_checked(tries):
     spec, lengths = light_pool()
     with pytest.raises(ValueError, match=f"tries .* from 1 to {MOST_TRIES}"):
         plan_pool(lengths, spec, tries=tries)
+
+
+@pytest.mark.parametrize("prices", [{"cost": "x"}, {"cost": CostModel}, {"links": Links}, {"links": 5}])
+def test_prices_are_checked(prices):
+    spec, lengths = light_pool()
+    name, value = next(iter(prices.items()))
+    for call in (
+        lambda: plan_pool(lengths, spec, **prices),
+        lambda: plan_pool(lengths, spec, policy=planner.at_home, **prices),
+        lambda: plan_seconds(plan_pool(lengths, spec), **prices),
+    ):
+        with pytest.raises(TypeError, match=f"{name} must be a libra_jax") as error:
+            call()
+        assert repr(value) in str(error.value)
+
+
+def test_only_plans_have_modelled_seconds():
+    with pytest.raises(TypeError, match="what plan_pool returns, or its tables, got int"):
+        plan_seconds(5)  # pyright: ignore[reportArgumentType]

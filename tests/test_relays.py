@@ -21,7 +21,8 @@ from table_walk import walk, walk_plan
 import libra_jax
 from libra_jax import planner
 from libra_jax.exchange import POOL_AXES
-from libra_jax.spec import PoolSpec
+from libra_jax.plan import plan_pool, stack_plans
+from libra_jax.spec import Capacity, PoolSpec
 from libra_jax.table_checks import check_tables
 from libra_jax.tables import PlanTables
 
@@ -271,3 +272,44 @@ def test_the_walk_finds_a_wrong_number_in_any_used_row(name: str) -> None:
                 with pytest.raises((AssertionError, KeyError)):
                     walk(changed(plan, name, (*rank, int(row)), int(other)).tables, lengths)
     assert found > 5
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "seq_len", "pool", "cp", "node", "light"),
+    [
+        (32, 4, 2**17, 8, 16, 8, [4096] * 32),  # turns alone need 1,030 relayed pages of 1,024
+        (32, 2, 2**18, 8, 8, 8, [2048] * 128),  # ... 2,075 of 2,048
+        (32, 4, 2**18, 16, 8, 16, []),
+        (32, 4, 2**18, 8, 8, 16, []),
+    ],
+)
+def test_one_document_among_light_ones_is_spread_with_the_default_room(heads, kv_heads, seq_len, pool, cp, node, light):
+    spec = PoolSpec(seq_len, pool, cp, heads, kv_heads, 128, waves=6, ranks_per_node=node)
+    stats = plan_pool([[seq_len], *[light] * (pool - 1)], spec).stats
+    assert stats.fallback is None and stats.imbalance < 1.025
+
+
+@pytest.mark.parametrize("room", [0.0, 0.1, 0.5, 1.0])
+def test_relays_keep_to_their_room_and_the_rest_comes_from_home(room):
+    spec = PoolSpec(
+        2**16, 4, 4, 8, 4, 64, block=64, waves=4, ranks_per_node=4,
+        capacity=Capacity(2.0, 8.0, 16.0, passed_pages=room, relayed_pages=room),
+    )  # fmt: skip
+    lengths = [[2**16], *[[512] * 128] * 3]
+    plan = plan_pool(lengths, spec)
+    assert plan.stats.fallback is None and plan.stats.imbalance < 1.02
+    for offsets, most in ((plan.tables.passed_page_offsets, spec.room.passed_pages),
+                          (plan.tables.relay_page_offsets, spec.room.relayed_pages)):  # fmt: skip
+        assert offsets.max() <= most
+    walk_plan(plan, lengths)
+    stack_plans([plan])
+
+
+def test_a_plan_without_room_for_relays_or_copies_is_planned_without_them():
+    """No relays to speak of, and room for four copies of a page where eight nodes would read it."""
+    spec = PoolSpec(
+        2**18, 8, 8, 32, 8, 128, waves=6, ranks_per_node=8,
+        capacity=Capacity(1.0, 4.0, 4.0, passed_pages=0.0, relayed_pages=0.0),
+    )  # fmt: skip
+    stats = plan_pool([[2**18], [131_072] * 2, *[[2048] * 128] * 6], spec).stats
+    assert stats.fallback is None and stats.imbalance < 1.5

@@ -20,7 +20,7 @@ import numpy as np
 
 from libra_jax.data.sampler import PoolSampler
 from libra_jax.links import Links
-from libra_jax.modelled import plan_seconds
+from libra_jax.modelled import check_prices, plan_seconds
 from libra_jax.plan import Plan, plan_pool
 from libra_jax.spec import PoolSpec, spec_differences
 
@@ -48,6 +48,7 @@ class PoolSizes:
     links: Links | None = None
 
     def __post_init__(self) -> None:
+        check_prices(None, self.links)
         if not 0 <= self.least_saving < 1:
             raise ValueError(f"least_saving ({self.least_saving}) must be at least 0 and below 1")
 
@@ -64,12 +65,13 @@ class PoolSizes:
                     f"pool_size ({spec.pool_size}) must divide the sequences of a micro-step, pools * pool_size "
                     f"({sampler.pools} * {own.pool_size} = {sequences})"
                 )
-            free = {name: getattr(own, name) for name in ("pool_size", "ranks_per_node")}
-            here = dataclasses.replace(spec, **free)
-            if here != own:
+            here = dataclasses.replace(spec, pool_size=own.pool_size, ranks_per_node=own.ranks_per_node)
+            nodes = {spec.ranks_per_node, own.ranks_per_node} - {None}  # a pool inside a node has no relays
+            if here != own or len(nodes) > 1:
+                differ = spec_differences(own, here) or f"ranks_per_node {own.ranks_per_node} and {spec.ranks_per_node}"
                 raise ValueError(
                     f"pools of {own.pool_size} and {spec.pool_size} sequences must have one shape otherwise, and they "
-                    f"differ: {spec_differences(own, here)}"
+                    f"differ: {differ}"
                 )
         ordered = tuple(sorted((own, *self.specs), key=lambda spec: spec.pool_size))
         named = [spec.pool_size for spec in ordered]
@@ -99,9 +101,9 @@ def plan_step(sampler: PoolSampler, step: int, sizes: PoolSizes, planner: Planne
 
     What a size takes at least follows from placement alone, which is quick: perfect balance inside its pools. The
     smallest size is planned always. A larger one is planned if this least time is shorter, by more than the share, than
-    that of the size chosen so far, and chosen if the modelled time is, too. A larger pool is good for balance between
-    pools; that it might hide its exchanges better is not looked for.
-    planner: plans one pool; None: `plan_pool`, at the prices of the sampler and of `sizes`.
+    that of the size chosen so far, or if a pool of that had no room for its plan and fell back. It is chosen if the
+    modelled time is shorter, too. A larger pool is good for balance between pools; that it might hide its exchanges
+    better is not looked for.
     """
     specs = sizes.of(sampler)
     if planner is None:
@@ -124,7 +126,8 @@ def plan_step(sampler: PoolSampler, step: int, sizes: PoolSizes, planner: Planne
         modelled[chosen.pool_size] = modelled_time(plans)
     for spec in specs[1:]:
         others = sampler.slots(step, spec.pool_size)
-        if not less(_least_seconds(sampler, others, spec), _least_seconds(sampler, slots, chosen)):
+        fell_back = any(plan.stats.fallback is not None for pools in plans for plan in pools)
+        if not (fell_back or less(_least_seconds(sampler, others, spec), _least_seconds(sampler, slots, chosen))):
             continue
         candidates = planned(others, spec)
         modelled[spec.pool_size] = modelled_time(candidates)

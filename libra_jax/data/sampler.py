@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from libra_jax.modelled import check_prices
 from libra_jax.placement import place
 from libra_jax.spec import PoolSpec
 from libra_jax.workload import CostModel, check_lengths, sequence_seconds
@@ -55,6 +56,7 @@ class PoolSampler:
         for name, value in {"pools": pools, "micro_steps": micro_steps}.items():
             if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
                 raise ValueError(f"{name} ({value!r}) must be a whole number of at least 1")
+        check_prices(cost, None)
         if last_step not in ("pad", "drop"):
             raise ValueError(f"last_step ({last_step!r}) must be 'pad' or 'drop'")
         self.lengths = [check_lengths(sizes, spec.seq_len, sequence=i) for i, sizes in enumerate(lengths)]
@@ -98,6 +100,8 @@ class PoolSampler:
 
         As many sequences lie side by side. Raises ValueError where pools of this size cannot hold them.
         """
+        if isinstance(pool_size, bool) or not hasattr(pool_size, "__index__") or pool_size < 1:
+            raise ValueError(f"pool_size ({pool_size!r}) must be a whole number of at least 1")
         pools, rest = divmod(self.pools * self.spec.pool_size, pool_size)
         if rest:
             raise ValueError(

@@ -13,6 +13,7 @@ from typing import Any
 
 from libra_jax.data import DataConfig, PoolSizes
 from libra_jax.links import Links
+from libra_jax.modelled import check_prices
 from libra_jax.models.qwen3 import Qwen3Config
 from libra_jax.spec import PoolSpec
 from libra_jax.workload import CostModel
@@ -26,6 +27,12 @@ def free(default: Any) -> Any:
 def _at_least(name: str, value: float, least: float) -> None:
     if value < least:
         raise ValueError(f"{name} ({value}) must be at least {least}")
+
+
+def _whole(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} ({value!r}) must be a whole number")
+    _at_least(name, value, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +56,15 @@ class MeshConfig:
     """Virtual devices to make when the platform is cpu; None leaves it as JAX has it."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.pool_sizes, tuple):
+            raise TypeError(f"mesh.pool_sizes ({self.pool_sizes!r}) must be a tuple of whole numbers")
+        check_prices(None, self.links)
         for name in ("pools", "pool_size", "cp"):
-            _at_least(f"mesh.{name}", getattr(self, name), 1)
-        if not 0 <= self.least_saving < 1:
-            raise ValueError(f"mesh.least_saving ({self.least_saving}) must be at least 0 and below 1")
+            _whole(f"mesh.{name}", getattr(self, name))
+        if not (isinstance(self.least_saving, int | float) and 0 <= self.least_saving < 1):
+            raise ValueError(f"mesh.least_saving ({self.least_saving!r}) must be at least 0 and below 1")
         for size in self.pool_sizes:
-            _at_least("mesh.pool_sizes: each of them", size, 1)
+            _whole("mesh.pool_sizes: each of them", size)
             if self.sequences % size:
                 raise ValueError(
                     f"mesh.pool_sizes: {size} must divide pools * pool_size ({self.pools} * {self.pool_size} = "
@@ -204,10 +214,13 @@ class TrainConfig:
     def pool_sizes(self) -> PoolSizes:
         """What a step chooses its pool size from, and how."""
         further = tuple(self.spec_of(size) for size in self.mesh.pool_sizes)
-        return PoolSizes(further, self.mesh.least_saving, self.mesh.links)
+        nodes = self.attention.ranks_per_node or self.mesh.links.ranks_per_node  # where there are relays, these say it
+        return PoolSizes(further, self.mesh.least_saving, dataclasses.replace(self.mesh.links, ranks_per_node=nodes))
 
     def at_pool_size(self, size: int) -> TrainConfig:
         """The same run, all of its steps in pools of one size on the same devices; `size` is one of `mesh.sizes`."""
+        if size not in self.mesh.sizes:
+            raise ValueError(f"pool size {size!r} must be one of the config's, {self.mesh.sizes}")
         mesh = dataclasses.replace(self.mesh, pools=self.mesh.sequences // size, pool_size=size, pool_sizes=())
         return dataclasses.replace(self, mesh=mesh)
 
@@ -215,7 +228,12 @@ class TrainConfig:
     def cost(self) -> CostModel:
         """What kernels are priced with. Raises OSError or ValueError where its file cannot be read."""
         path = self.attention.cost_model
-        return CostModel() if path is None else CostModel.load(path)
+        try:
+            return CostModel() if path is None else CostModel.load(path)
+        except OSError as error:
+            raise OSError(
+                f"attention.cost_model ({path}) cannot be read: {error.strerror}; benchmarks.gpu_check writes one"
+            ) from error
 
     @property
     def step_tokens(self) -> int:

@@ -56,7 +56,7 @@ def make_mesh(
     found = jax.devices() if devices is None else devices
     if config.devices != len(found):
         if found[0].platform == "cpu":
-            way_out = "; set --mesh.cpu-devices"
+            way_out = f"; for as many virtual ones set --mesh.cpu-devices {config.devices}"
         else:
             way_out = "; to run on virtual CPU devices set JAX_PLATFORMS=cpu" if config.cpu_devices else ""
         raise ValueError(

@@ -107,7 +107,7 @@ def read_metrics(path: Path) -> list[StepRecord]:
     """The records of a metrics file in order, up to the first line that is not whole; [] where there is no file."""
     records: list[StepRecord] = []
     if path.exists():
-        for line in path.read_text().splitlines():
+        for line in path.read_text(errors="replace").splitlines():
             try:
                 records.append(StepRecord(**json.loads(line)))
             except (json.JSONDecodeError, TypeError):
