@@ -292,12 +292,12 @@ def test_one_document_among_light_ones_is_spread_with_the_default_room(heads, kv
 @pytest.mark.parametrize("room", [0.0, 0.1, 0.5, 1.0])
 def test_relays_keep_to_their_room_and_the_rest_comes_from_home(room):
     spec = PoolSpec(
-        2**16, 4, 4, 8, 4, 64, block=64, waves=4, ranks_per_node=4,
+        2**12, 4, 4, 8, 4, 64, block=64, waves=4, ranks_per_node=4,
         capacity=Capacity(2.0, 8.0, 16.0, passed_pages=room, relayed_pages=room),
     )  # fmt: skip
-    lengths = [[2**16], *[[512] * 128] * 3]
+    lengths = [[2**12], *[[512] * 8] * 3]
     plan = plan_pool(lengths, spec)
-    assert plan.stats.fallback is None and plan.stats.imbalance < 1.02
+    assert plan.stats.fallback is None and plan.stats.imbalance < 1.1
     for offsets, most in ((plan.tables.passed_page_offsets, spec.room.passed_pages),
                           (plan.tables.relay_page_offsets, spec.room.relayed_pages)):  # fmt: skip
         assert offsets.max() <= most
