@@ -65,8 +65,7 @@ def pooled(
     links: what moving costs inside a node and between nodes; None is `Links()`. Where the spec has relays, it says
         which ranks share a node.
 
-    No rank's work is above its target by more than two blocks' (seldom by more than one's), unless that needs more
-    room than `spec.room` has.
+    No rank's work is above its target by more than one block's, unless that needs more room than `spec.room` has.
     Then all targets are raised, first to 1.01 of what they were, until the plan fits, to within 5% of the least raise
     that does. If none does, the last try is returned as it is.
     """

@@ -209,13 +209,13 @@ def roomy(spec):
 
 @given(pool=pools(), seed=st.none() | st.integers(0, 2**32 - 1))
 @settings(deadline=None, max_examples=200)
-def test_with_room_no_rank_is_above_its_share_by_more_than_two_blocks(pool, seed):
+def test_with_room_no_rank_is_above_its_share_by_more_than_a_block(pool, seed):
     spec, lengths = roomy(pool[0]), pool[1]
     first, count = pages_of(lengths, spec)
     speed = np.ones(spec.ranks) if seed is None else np.random.default_rng(seed).uniform(0.25, 4.0, spec.ranks)
     work = rank_work(planner.pooled(first, count, spec, speed), count, spec)
     share = work.sum() * speed / speed.sum()
-    assert (work <= share + 2 * count.max() + 1e-6).all()
+    assert (work <= share + count.max() + 1e-6).all()
 
 
 @given(pool=pools(), extra=st.tuples(*[st.floats(0, 2)] * 3))
