@@ -34,17 +34,13 @@ from benchmarks.pools import (
     pools_of,
     row_of,
     sample_batches,
-    sample_sequences,
     table_of,
-    timed,
 )
 from benchmarks.reporting import machine, markdown
 from benchmarks.step_model import StepSeconds, all_alike, as_drawn, best_of, kernels, mean_of, planned_step, slots_of
 from libra_jax import planner
 from libra_jax.links import Links
 from libra_jax.plan import plan_pool
-
-__all__ = ["CORPORA", "HEADS", "SETTINGS", "pools_of", "sample_batches", "sample_sequences", "table_of", "timed"]
 
 LEVELS = ("one level", "two levels")
 Row = dict[str, Any]

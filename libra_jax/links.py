@@ -58,7 +58,3 @@ class Links:
                 rule = "0 or more" if name.endswith("_latency") else "above 0"
                 raise ValueError(f"links: {name} ({given!r}) must be {rule}")
             object.__setattr__(self, name, value)
-
-    def nodes(self, ranks: int) -> int:
-        """Nodes that a pool of so many ranks lies in."""
-        return -(-ranks // self.ranks_per_node)

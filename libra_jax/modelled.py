@@ -17,6 +17,7 @@ Host side: NumPy only. Letters as in `tables`: N ranks, W waves, X exchanges, M 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -96,7 +97,7 @@ def plan_seconds(
     plan: Plan | PlanTables,
     cost: CostModel | None = None,
     links: Links | None = None,
-    speed: np.ndarray | list[float] | None = None,
+    speed: Sequence[float] | np.ndarray | None = None,
 ) -> PlanSeconds:
     """Modelled seconds of one pool's plan, from its tables.
 
@@ -190,13 +191,13 @@ def counted_seconds(
     spec: PoolSpec,
     cost: CostModel | None = None,
     links: Links | None = None,
-    speed: np.ndarray | list[float] | None = None,
+    speed: Sequence[float] | np.ndarray | None = None,
 ) -> PlanSeconds:
     """`plan_seconds` from counts, for plans that are not written into tables (yet)."""
     check_prices(cost, links)
     cost = (CostModel() if cost is None else cost).scaled(spec)
     links = Links(spec.ranks_per_node or Links().ranks_per_node) if links is None else links
-    speeds = _check_speed(speed, spec)
+    speeds = check_speed(speed, spec)
     seconds, kernels, ideals, moved = [], [], [], []
     for price, traffic in zip((cost.forward, cost.backward), _traffic(counts, spec, links), strict=True):
         work = price(counts.pages, counts.blocks)
@@ -311,7 +312,8 @@ def check_prices(cost: object, links: object) -> None:
             raise TypeError(f"{name} must be a libra_jax.{wanted.__name__} or None, got {value!r}")
 
 
-def _check_speed(speed: np.ndarray | list[float] | None, spec: PoolSpec) -> np.ndarray:
+def check_speed(speed: Sequence[float] | np.ndarray | None, spec: PoolSpec) -> np.ndarray:
+    """Speeds of a pool's ranks as (N,) float64; None: all 1. Raises ValueError with the rule and the number."""
     if speed is None:
         return np.ones(spec.ranks)
     try:

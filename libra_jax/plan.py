@@ -17,7 +17,7 @@ import numpy as np
 
 from libra_jax import planner
 from libra_jax.links import Links
-from libra_jax.modelled import check_prices, counted_seconds, routed_counts
+from libra_jax.modelled import check_prices, check_speed, counted_seconds, routed_counts
 from libra_jax.planner import Policy
 from libra_jax.routing import (
     Copies,
@@ -108,7 +108,7 @@ def plan_pool(
     if len(lengths) != spec.pool_size:
         raise ValueError(f"lengths of {len(lengths)} sequences were given for a pool of {spec.pool_size}")
     checked = [check_lengths(sequence, spec.seq_len, sequence=p) for p, sequence in enumerate(lengths)]
-    speeds = _check_speed(speed, spec)
+    speeds = _relative_speed(speed, spec)
     first_page, num_pages = _pool_pages(checked, spec)
     first_visible = np.empty((spec.pool_size, spec.seq_len), np.int32)
     for sequence, row in zip(checked, first_visible, strict=True):
@@ -295,19 +295,9 @@ def _statistics(routing: Routing, work: PoolWork, speed: np.ndarray, fallback: s
     )
 
 
-def _check_speed(speed: Sequence[float] | np.ndarray | None, spec: PoolSpec) -> np.ndarray:
+def _relative_speed(speed: Sequence[float] | np.ndarray | None, spec: PoolSpec) -> np.ndarray:
     """(N,) float64 with mean 1."""
-    if speed is None:
-        return np.ones(spec.ranks)
-    try:
-        speeds = np.asarray(speed, np.float64)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"speed ({speed!r}) must be one number for each of {spec.ranks} ranks") from error
-    if speeds.shape != (spec.ranks,):
-        raise ValueError(f"speed has shape {speeds.shape}; the pool has {spec.ranks} ranks")
-    if not (np.isfinite(speeds).all() and (speeds > 0).all()):
-        bad = int(np.argmax(~(np.isfinite(speeds) & (speeds > 0))))
-        raise ValueError(f"speed[{bad}] ({speeds[bad]}) must be finite and greater than 0")
+    speeds = check_speed(speed, spec)
     speeds = speeds / speeds.max()
     if speeds.min() < _LEAST_SPEED:
         raise ValueError(

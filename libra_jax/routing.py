@@ -29,12 +29,6 @@ class PoolWork(NamedTuple):
     num_pages: np.ndarray
     first_visible: np.ndarray
 
-    def lanes(self, per_sequence: np.ndarray) -> np.ndarray:
-        """(P, nb) -> (P * K * nb,): the same for each kv head of a sequence."""
-        spec = self.spec
-        shape = (spec.pool_size, spec.num_kv_heads, spec.blocks_per_sequence)
-        return np.broadcast_to(per_sequence[:, None], shape).reshape(-1)
-
     def near(self) -> np.ndarray:
         """(P, nb) bool: blocks whose pages are all at the blocks' own home."""
         width = self.spec.blocks_per_rank
@@ -46,13 +40,6 @@ class PoolWork(NamedTuple):
         before = np.concatenate([[0], np.cumsum(self.num_pages, dtype=np.int64)])
         at = runs.lane // self.spec.num_kv_heads * self.spec.blocks_per_sequence + runs.begin
         return before[at + runs.length] - before[at]
-
-    def local(self, executor: np.ndarray) -> np.ndarray:
-        """(P * K * nb,) bool: units executed at home whose pages are all at home too."""
-        spec = self.spec
-        part = np.arange(spec.blocks_per_sequence, dtype=np.int32) // spec.blocks_per_rank
-        home = part + spec.cp * np.arange(spec.pool_size, dtype=np.int32)[:, None]
-        return (self.near()[:, None] & (executor == home[:, None])).reshape(-1)
 
 
 class Runs(NamedTuple):

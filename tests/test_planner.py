@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from planner_base import BLOCK, pages_of, pools, rank_work, small_spec
 
 from libra_jax import planner
 from libra_jax.links import Links
 from libra_jax.spec import Capacity, PoolSpec, Room, head_parallel_capacity
-from libra_jax.workload import block_pages
 
 POLICIES = {
     "pooled": planner.pooled,
@@ -18,33 +18,6 @@ POLICIES = {
     "head_parallel": planner.head_parallel,
     "random": planner.random_plan(3),
 }
-BLOCK = 4
-
-
-def small_spec(pool_size, cp, kv_heads, width, *, group=2, window=None, capacity=None):
-    """A pool whose parts are `width` blocks of 4 tokens."""
-    return PoolSpec(
-        seq_len=cp * width * BLOCK,
-        pool_size=pool_size,
-        cp=cp,
-        num_heads=kv_heads * group,
-        num_kv_heads=kv_heads,
-        head_dim=8,
-        block=BLOCK,
-        window=window,
-        capacity=capacity,
-    )
-
-
-def pages_of(lengths, spec):
-    """-> first_page, num_pages (P, nb)."""
-    blocks = [block_pages(sequence, spec) for sequence in lengths]
-    return np.stack([b.first_page for b in blocks]), np.stack([b.num_pages for b in blocks])
-
-
-def rank_work(executor, num_pages, spec):
-    work = np.broadcast_to(num_pages[:, None], executor.shape)
-    return np.bincount(executor.ravel(), work.ravel(), spec.ranks)
 
 
 def home_of(spec, p, b):
@@ -77,27 +50,6 @@ def needs(executor, first_page, num_pages, spec):
 
     counts = most(blocks, 4), most(pages, 4), most(pages, 3), most_pair(blocks), most_pair(pages)
     return Capacity(*(count / spec.home_blocks for count in counts))
-
-
-@st.composite
-def pools(draw, max_window=None):
-    """(spec, lengths): any small pool, documents of any lengths, padding of any length."""
-    spec = small_spec(
-        draw(st.integers(1, 3)),
-        draw(st.integers(1, 4)),
-        draw(st.integers(1, 4)),
-        draw(st.integers(1, 4)),
-        group=draw(st.sampled_from([1, 2, 5])),
-        window=draw(st.none() | st.integers(1, max_window or 40)),
-    )
-    lengths = []
-    for _ in range(spec.pool_size):
-        left, sequence = draw(st.integers(0, spec.seq_len)), []
-        while left:
-            sequence.append(draw(st.integers(1, left)))
-            left -= sequence[-1]
-        lengths.append(sequence)
-    return spec, lengths
 
 
 # ------------------------------------------------------------------------------------------------ every policy

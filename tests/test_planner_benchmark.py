@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks import frontier
-from benchmarks.planner import CORPORA, SETTINGS, Options, asked_rows, raised_by, sample_batches
-from benchmarks.pools import bytes_moved, measure, room_needed, row_of
+from benchmarks.planner import Options, asked_rows, raised_by
+from benchmarks.pools import CORPORA, SETTINGS, bytes_moved, measure, room_needed, row_of, sample_batches
 from benchmarks.step_model import (
     Model,
     all_alike,

@@ -64,6 +64,8 @@ def distca(tolerance: float = 0.1, server_ranks: int = 1) -> Policy:
                 break
             state.serve(above * 0.5**halving, above)
         state.serve(np.zeros(len(above)), above, at_least_one=True)
+        # Giving whole blocks leaves some below their share whose turn is over: these take what is too much elsewhere.
+        state.serve(np.zeros(len(above)), above + num_pages.max(), at_least_one=True)
         server = state.executor.reshape(spec.pool_size, 1, spec.blocks_per_sequence)
         # Heads in turn, and where ranks share one, its blocks folded, as in `assignments.head_parallel`.
         place = np.arange(spec.blocks_per_sequence) % (2 * server_ranks)

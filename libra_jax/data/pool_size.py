@@ -34,7 +34,7 @@ class PoolSizes:
     """The sizes a step chooses from, and how.
 
     specs: shapes of a pool for each further size, beside the sampler's own; they differ from it in pool_size, and in
-        what follows from that. None: there is nothing to choose, and nothing is modelled.
+        what follows from that. Empty: there is nothing to choose, and nothing is modelled.
     least_saving: a larger pool is taken where it saves more than this share of the step's modelled time, that of
         attention alone.
     links: what exchanges are priced with, for plans and for the choice; None: `Links()`. Kernels are priced with the
