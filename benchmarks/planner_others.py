@@ -31,6 +31,7 @@ from benchmarks.pools import (
     NODE,
     SETTINGS,
     Setting,
+    moved_bytes,
     pools_of,
     sample_batches,
     sample_sequences,
@@ -290,12 +291,12 @@ def measure(pools: list[list[list[int]]], setting: Setting, heads: int, kv_heads
 
 
 def figures(cost: Travel) -> dict[str, float]:
-    spec, moved = cost.spec, cost.moved_bytes
+    spec, moved = cost.spec, moved_bytes(cost.counts, cost.spec)
     ulysses = spec.home_blocks * (spec.block_bytes + spec.page_bytes) * (spec.cp - 1) // spec.cp
-    node = np.arange(spec.ranks) // NODE
+    node, work = np.arange(spec.ranks) // NODE, cost.counts.pages.sum(axis=1)
     modelled = counted_seconds(cost.counts, spec, kernels(), Links())
     return {
-        "imbalance": float(cost.work.max() / cost.work.mean()),
+        "imbalance": float(work.max() / work.mean()),
         "mean": float(moved.sum() / spec.ranks / ulysses),
         "across": float(moved[node[:, None] != node].sum() / spec.ranks / ulysses),
         "sent": float(moved.sum(axis=1).max() / ulysses),

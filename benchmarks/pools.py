@@ -158,13 +158,19 @@ def measure(
     return Measured({name: np.array(values) for name, values in found.items()}, fallbacks)
 
 
-def bytes_moved(plan: Plan, counts: PlanCounts, links: Links) -> dict[str, float]:
-    """Of a forward pass, over Ulysses'; what relays pass on is sent once more, and received once more."""
-    spec = plan.spec
+def moved_bytes(counts: PlanCounts, spec: PoolSpec) -> np.ndarray:
+    """(N senders, N receivers) of a forward pass, dispatch and return together, as in `libra_jax.PlanStats`; what
+    relays pass on is sent once more, and received once more."""
     result = spec.block * spec.group * spec.value_dim * spec.item_bytes
     pages = (counts.sent_pages + counts.passed_pages).sum(axis=1) * spec.page_bytes
     blocks = counts.sent_blocks.sum(axis=1)
-    moved = blocks * (spec.block_bytes - result) + blocks.T * result + pages  # (N senders, N receivers)
+    return blocks * (spec.block_bytes - result) + blocks.T * result + pages
+
+
+def bytes_moved(plan: Plan, counts: PlanCounts, links: Links) -> dict[str, float]:
+    """Over Ulysses'; of a forward pass."""
+    spec = plan.spec
+    moved = moved_bytes(counts, spec)
     node = np.arange(spec.ranks) // links.ranks_per_node
     across = np.where(node[:, None] == node, 0, moved)
     unit = max(plan.stats.ulysses_bytes, 1)

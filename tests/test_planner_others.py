@@ -25,7 +25,7 @@ from benchmarks.planner_others import (
     small_spec,
     summary_of_optimum,
 )
-from benchmarks.pools import Setting
+from benchmarks.pools import Setting, moved_bytes
 from libra_jax.assignments import at_home, head_parallel, home_ranks, random_plan
 from libra_jax.modelled import plan_counts
 from libra_jax.plan import plan_pool
@@ -88,9 +88,9 @@ def test_travel_is_what_a_plan_s_tables_say(pool, seed, waves, node):
     cost = travel(plan.executor, work.first_page, work.num_pages, spec)
     for name, counted in plan_counts(plan.tables)._asdict().items():
         assert np.array_equal(getattr(cost.counts, name), counted), name
-    assert cost.work.tolist() == plan.stats.work.tolist() and cost.lack is None
-    assert cost.moved_bytes.sum(axis=1).tolist() == plan.stats.sent_bytes.tolist()
-    assert cost.moved_bytes.sum(axis=0).tolist() == plan.stats.received_bytes.tolist()
+    assert cost.counts.pages.sum(axis=1).tolist() == plan.stats.work.tolist() and cost.lack is None
+    assert moved_bytes(cost.counts, spec).sum(axis=1).tolist() == plan.stats.sent_bytes.tolist()
+    assert moved_bytes(cost.counts, spec).sum(axis=0).tolist() == plan.stats.received_bytes.tolist()
 
 
 def test_travel_says_what_there_is_no_room_for():
