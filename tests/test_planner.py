@@ -403,3 +403,16 @@ def test_windows_limit_what_moves():
     assert work.max() <= work.mean() + count.max()
     blocks, pages = moved(executor, first, count, spec)
     assert len(pages) <= 2 * len(blocks) + 2 * 2 * 3  # a moved block brings two pages; each part reads one before it
+
+
+def test_where_nearly_all_sequences_are_one_document_room_for_received_blocks_binds():
+    """Seven whole documents and one light sequence, twice as many ranks to a sequence as kv heads: a rank that shares a
+    head takes its many light first blocks. With room for one and a half home blocks all have their share."""
+    spec = PoolSpec(2**17, 8, 16, 32, 8, 128)
+    first, count = pages_of([[2**17]] * 7 + [[2048] * 64], spec)
+    imbalance = {}
+    for blocks in (1.0, 1.5):
+        room = dataclasses.replace(spec, capacity=Capacity(blocks, 4.0, 17.0))
+        work = rank_work(planner.pooled(first, count, room, np.ones(spec.ranks)), count, spec)
+        imbalance[blocks] = work.max() / work.mean()
+    assert imbalance[1.5] < 1.02 and 1.1 < imbalance[1.0] < 1.14
