@@ -21,6 +21,7 @@ _HOME = {
     "plan_seconds": "modelled",
     "check_batch": "plan",
     "plan_pool": "plan",
+    "plans_from_segment_ids": "plan",
     "stack_plans": "plan",
     "libra_attention": "attention",
     "LibraAttention": "layers",
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from libra_jax.plan import Plan as Plan
     from libra_jax.plan import check_batch as check_batch
     from libra_jax.plan import plan_pool as plan_pool
+    from libra_jax.plan import plans_from_segment_ids as plans_from_segment_ids
     from libra_jax.plan import stack_plans as stack_plans
     from libra_jax.spec import Capacity as Capacity
     from libra_jax.spec import PoolSpec as PoolSpec

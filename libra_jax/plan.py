@@ -2,7 +2,8 @@
 
 `plan_pool` is the host's whole path for one pool: lengths -> pages per block (`workload`) -> a policy says which rank
 executes each block (`planner`) -> what travels, wave by wave (`routing`) -> tables (`tables`) and statistics. It runs
-in the input pipeline; `stack_plans` joins the pools of a step. NumPy only. Letters as in `spec`.
+in the input pipeline; `stack_plans` joins the pools of a step, and `plans_from_segment_ids` does it all for a batch of
+another loader's. NumPy only. Letters as in `spec`.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from libra_jax import planner
 from libra_jax.links import Links
@@ -34,7 +36,15 @@ from libra_jax.routing import (
 from libra_jax.spec import Capacity, PoolSpec, spec_differences
 from libra_jax.table_checks import check_tables
 from libra_jax.tables import PlanTables, build_tables
-from libra_jax.workload import PADDING, CostModel, block_pages, check_lengths, document_starts, lengths_from_segment_ids
+from libra_jax.workload import (
+    PADDING,
+    CostModel,
+    block_pages,
+    check_lengths,
+    document_starts,
+    lengths_from_segment_ids,
+    sequence_name,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -235,28 +245,84 @@ def stack_plans(plans: Sequence[Plan]) -> PlanTables:
     return tables
 
 
-def check_batch(plans: PlanTables, segment_ids: np.ndarray, padding_id: int = 0) -> None:
+def plans_from_segment_ids(
+    segment_ids: npt.ArrayLike,
+    spec: PoolSpec,
+    padding_id: int = 0,
+    speed: npt.ArrayLike | None = None,
+    **options: Any,
+) -> PlanTables:
+    """Plans for a batch that a loader of your own has packed: what `stack_plans` gives, ready to shard with the batch.
+
+    segment_ids: (sequences, seq_len) whole numbers, which change where a document ends; P neighbouring sequences share
+        a pool. With micro-steps, (micro_steps, sequences, seq_len): every table gets a leading micro_steps axis.
+    padding_id: 0 as MaxText pads, -1 as Levanter does; see `lengths_from_segment_ids`, and for what else ids may be.
+    speed: relative speeds of a pool's ranks, (N,), or of the ranks of every pool, (pools, N); None: all equal.
+    options: `plan_pool`'s, all by name: policy, tolerance, tries, cost, links.
+
+    Sequences stay in the order they have. Pools wait for each other, so put sequences together whose pools then cost
+    the same, and train on the batch in that order, tokens and all:
+
+        lengths = lengths_from_segment_ids(segment_ids)
+        order = place([sequence_seconds(documents, spec) for documents in lengths], spec.pool_size).reshape(-1)
+        plans = plans_from_segment_ids(segment_ids[order], spec)
+
+    Raises ValueError with the rule and both numbers where ids have another seq_len than the spec, where pools do not
+    come out even, and as `lengths_from_segment_ids` and `plan_pool` do.
+    """
+    if not isinstance(spec, PoolSpec):
+        raise TypeError(f"plans_from_segment_ids takes segment ids and a PoolSpec, got {type(spec).__name__}")
+    shape = np.shape(segment_ids)
+    if shape[-1:] != (spec.seq_len,):
+        raise ValueError(f"segment ids are of shape {shape}: the last axis must be seq_len ({spec.seq_len}) tokens")
+    lengths = lengths_from_segment_ids(segment_ids, padding_id)
+    size, sequences = spec.pool_size, shape[-2]
+    if not lengths or sequences % size:
+        each = " in each micro-step" if len(shape) == 3 else ""
+        raise ValueError(
+            f"segment ids {shape} hold {sequences} sequences{each}: that must be a multiple of pool_size ({size}), "
+            "and not 0, as neighbours share a pool"
+        )
+    pools = sequences // size
+    speeds = [speed] * pools
+    if speed is not None and np.ndim(speed) == 2:
+        speeds = list(np.asarray(speed))
+        if len(speeds) != pools:
+            raise ValueError(f"speed has {len(speeds)} rows for {pools} pools: it must have one for each")
+    plans = [
+        plan_pool(lengths[i * size : (i + 1) * size], spec, speeds[i % pools], **options)
+        for i in range(len(lengths) // size)
+    ]
+    tables = stack_plans(plans)
+    return tables if len(shape) == 2 else tables.map(lambda table: table.reshape(-1, pools, *table.shape[1:]))
+
+
+def check_batch(plans: PlanTables, segment_ids: npt.ArrayLike, padding_id: int = 0) -> None:
     """Refuses, on the host, plans that were made for other documents than the batch holds.
 
-    segment_ids, padding_id: as for `lengths_from_segment_ids`. Raises ValueError naming the first sequence and token
-    that disagree.
+    plans: from `stack_plans` or `plans_from_segment_ids`, with or without a leading micro_steps axis.
+    segment_ids, padding_id: as for `lengths_from_segment_ids`; sequences of all micro-steps may also lie in one axis.
+
+    Raises ValueError naming the first sequence and token that disagree.
     """
     if not isinstance(plans, PlanTables):
         raise TypeError(f"check_batch takes what stack_plans returns, got {type(plans).__name__}")
     spec = plans.spec
-    segment_ids = np.asarray(segment_ids)
     if not getattr(plans.first_visible, "is_fully_addressable", True):
         raise ValueError("check_batch needs plans as stack_plans returns them, these are spread over several processes")
-    planned = np.asarray(plans.first_visible).reshape(-1, spec.seq_len)
-    if segment_ids.shape != planned.shape:
-        raise ValueError(f"the batch holds segment ids {segment_ids.shape}, the plans are for {planned.shape}")
+    shape = np.shape(segment_ids)
+    first_visible = np.asarray(plans.first_visible)
+    planned = first_visible.reshape(-1, spec.seq_len)
+    sequences = *first_visible.shape[:-4], math.prod(first_visible.shape[-4:-2]), spec.seq_len
+    if shape not in (sequences, planned.shape):
+        raise ValueError(f"the batch holds segment ids {shape}, the plans are for {sequences}")
     lengths = lengths_from_segment_ids(segment_ids, padding_id)
     first = np.stack([document_starts(documents, spec.seq_len, spec.window) for documents in lengths])
     if not np.array_equal(first, planned):
         row, token = (int(i) for i in np.argwhere(first != planned)[0])
         name = {PADDING: "padding"}
         raise ValueError(
-            f"the plans are not this batch's: in sequence {row}, token {token} may see keys from "
+            f"the plans are not this batch's: in {sequence_name(row, shape)}, token {token} may see keys from "
             f"{name.get(int(first[row, token]), int(first[row, token]))} in the batch, but from "
             f"{name.get(int(planned[row, token]), int(planned[row, token]))} in the plan"
         )

@@ -84,25 +84,55 @@ def _whole_numbers(array: np.ndarray, where: str) -> np.ndarray:
     return np.array(values, dtype=object)
 
 
-def lengths_from_segment_ids(segment_ids: np.ndarray, padding_id: int = 0) -> list[list[int]]:
+def lengths_from_segment_ids(segment_ids: npt.ArrayLike, padding_id: int = 0) -> list[list[int]]:
     """Document lengths of packed sequences, for loaders that give segment ids: one list a sequence.
 
-    segment_ids: (sequences, seq_len) whole numbers, equal for neighbours of one document, whatever they are otherwise.
-    padding_id: marks padding, which must come last in a sequence. Raises ValueError naming the sequence where not.
+    segment_ids: (sequences, seq_len) whole numbers, 0 or more; they change where a document ends and are otherwise
+        free to skip numbers or to come again. Or (micro_steps, sequences, seq_len): the first micro-step's lists come
+        first. JAX arrays will do.
+    padding_id: marks padding, which must come last in a sequence: 0 in MaxText's batches, -1 in Levanter's, where
+        documents count from 0. It has to be said: ids alone cannot tell a padding of 0 from a document 0.
+
+    Raises ValueError where ids are no whole numbers, where one is negative and is not `padding_id`, and where padding
+    does not come last; the last two name the sequence and the micro-step.
     """
+    if isinstance(padding_id, bool) or not isinstance(padding_id, numbers.Integral):
+        raise ValueError(f"padding_id ({padding_id!r}) must be a whole number")
+    if not getattr(segment_ids, "is_fully_addressable", True):
+        raise ValueError("segment ids are read on the host: give this process's, these are spread over several")
     ids = np.asarray(segment_ids)
-    if ids.ndim != 2 or ids.dtype.kind not in "iu":
-        raise ValueError(f"segment ids must be whole numbers (sequences, seq_len), got {ids.dtype} {ids.shape}")
-    padding = ids == padding_id
+    if ids.ndim not in (2, 3) or ids.dtype.kind not in "iu":
+        shapes = "(sequences, seq_len) or (micro_steps, sequences, seq_len)"
+        raise ValueError(f"segment ids must be whole numbers {shapes}, got {ids.dtype} {ids.shape}")
+    if padding_id < 0 and ids.dtype.kind == "u":
+        raise ValueError(f"padding_id ({padding_id}) must be a number that segment ids can hold, got {ids.dtype}")
+    rows = ids.reshape(math.prod(ids.shape[:-1]), ids.shape[-1])
+    padding = rows == padding_id
+    negative = (rows < 0) & ~padding
+    if negative.any():
+        row, token = (int(i) for i in np.argwhere(negative)[0])
+        raise ValueError(
+            f"segment id {rows[row, token]} ({sequence_name(row, ids.shape)}, token {token}) must be 0 or more: only "
+            f"padding may be negative, and padding_id is {padding_id}. Was padding_id={rows[row, token]} meant?"
+        )
     misplaced = (padding[:, :-1] & ~padding[:, 1:]).any(axis=1)
     if misplaced.any():
         row = int(np.argmax(misplaced))
-        raise ValueError(f"padding (segment id {padding_id}) must come last: sequence {row} has tokens after it")
+        where = f"{sequence_name(row, ids.shape)} has tokens after it"
+        where += f". Where {padding_id} is a document, padding_id is another" if padding[row, 0] else ""
+        raise ValueError(f"padding (segment id {padding_id}) must come last: {where}")
     lengths = []
-    for row, used in zip(ids, (~padding).sum(axis=1), strict=True):
+    for row, used in zip(rows, (~padding).sum(axis=1), strict=True):
         ends = np.append(np.flatnonzero(row[1:used] != row[: max(used - 1, 0)]) + 1, used)
         lengths.append(np.diff(ends, prepend=0).tolist() if used else [])
     return lengths
+
+
+def sequence_name(row: int, shape: Sequence[int]) -> str:
+    """What errors call a sequence: row `row` of a batch of `shape` ([micro_steps,] sequences, seq_len)."""
+    if len(shape) < 3:
+        return f"sequence {row}"
+    return f"sequence {row % shape[-2]} of micro-step {row // shape[-2]}"
 
 
 def document_starts(
@@ -331,7 +361,66 @@ def sequence_seconds(lengths: Lengths, spec: PoolSpec, cost: CostModel | None = 
 
     Launches are left out: every rank pays for them alike, whatever sequences it holds. cost: None is `CostModel()`.
     """
-    pages = block_pages(lengths, spec).num_pages
+    ends = _running_sum(check_lengths(lengths, spec.seq_len))
+    return float(_seconds(ends, np.array([0, ends.size - 1]), spec, cost)[0])
+
+
+def sequences_seconds(
+    lengths: npt.ArrayLike, counts: npt.ArrayLike, spec: PoolSpec, cost: CostModel | None = None
+) -> np.ndarray:
+    """`sequence_seconds` of many sequences at once, to the same bits: (sequences,) float64.
+
+    lengths: (documents,) whole numbers, those of the first sequence first; may be memory-mapped. counts: (sequences,)
+    documents of each; 0: all padding, 0 seconds. Takes time by documents, however long they are.
+
+    Raises ValueError where the counts do not add up to the documents, and as `check_lengths`, naming the sequence.
+    """
+    given, number = np.asarray(lengths), np.asarray(counts)
+    for name, array in {"document lengths": given, "counts": number}.items():
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise ValueError(f"{name} must be one flat array of whole numbers, got {array.dtype} {array.shape}")
+    if number.size and (number.min() < 0 or number.max() > given.size):
+        least, most = number.min(), number.max()
+        raise ValueError(f"counts must be from 0 to the {given.size} documents there are, got {least} to {most}")
+    bounds = _running_sum(number)
+    if bounds[-1] != given.size:
+        raise ValueError(f"counts add up to {bounds[-1]} documents, but {given.size} lengths were given")
+    seconds, begin = np.empty(number.size), 0
+    while begin < number.size:  # in parts that stay in a processor's cache
+        end = max(int(np.searchsorted(bounds, bounds[begin] + _PART_DOCUMENTS, side="right")) - 1, begin + 1)
+        part, inside = given[bounds[begin] : bounds[end]], bounds[begin : end + 1] - bounds[begin]
+        ends = _running_sum(part)
+        limit = spec.seq_len
+        if part.size and (part.min() < 1 or part.max() > limit or np.diff(ends[inside]).max() > limit):
+            for i in range(end - begin):  # one of them is refused
+                check_lengths(part[inside[i] : inside[i + 1]], limit, sequence=begin + i)
+        seconds[begin:end] = _seconds(ends, inside, spec, cost)
+        begin = end
+    return seconds
+
+
+_PART_DOCUMENTS = 2**16
+
+
+def _seconds(ends: np.ndarray, bounds: np.ndarray, spec: PoolSpec, cost: CostModel | None) -> np.ndarray:
+    """(sequences,) float64. ends, bounds: document lengths and each sequence's number of documents, as running sums."""
+    block, reach = spec.block, spec.seq_len if spec.window is None else spec.window
+    before = np.repeat(ends[bounds[:-1]], np.diff(bounds))
+    start, end = ends[:-1] - before, ends[1:] - before
+    # The blocks of a document are those whose first token it holds (see `block_pages`). The first of them visits
+    # `fewest` pages and each further one a page more, up to `most` where a window cuts.
+    first_block = (start + block - 1) // block
+    blocks = (end + block - 1) // block - first_block
+    fewest, most = first_block - start // block + 1, (reach + block - 2) // block + 1
+    rising = np.clip(most - fewest, 0, blocks)
+    pages = rising * fewest + rising * (rising - 1) // 2 + (blocks - rising) * most
+    counts = [np.diff(_running_sum(amounts)[bounds]) for amounts in (pages, blocks)]
     cost = (CostModel() if cost is None else cost).scaled(spec)
-    counts = int(pages.sum()), int(np.count_nonzero(pages))
-    return spec.num_kv_heads * float(cost.forward(*counts) + cost.backward(*counts))
+    return spec.num_kv_heads * (cost.forward(*counts) + cost.backward(*counts))
+
+
+def _running_sum(amounts: np.ndarray) -> np.ndarray:
+    """(n + 1,) int64: the sum of the first 0, 1, ... n amounts."""
+    sums = np.zeros(amounts.size + 1, np.int64)
+    np.cumsum(amounts, dtype=np.int64, out=sums[1:])
+    return sums

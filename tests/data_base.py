@@ -3,7 +3,7 @@
 import numpy as np
 
 from libra_jax.assignments import keep_padding_home
-from libra_jax.data import PoolSampler, StepBatches, pack_documents
+from libra_jax.data import Corpus, PackedDocuments, PoolSampler, StepBatches
 from libra_jax.plan import plan_pool
 from libra_jax.spec import PoolSpec
 
@@ -17,18 +17,37 @@ def small_spec(seq_len=64, pool_size=2, cp=2, block=8):
 class Documents:
     """Documents of given lengths: token t of document d is d * 1000 + t."""
 
+    tokenizer, vocab_size = None, None
+
     def __init__(self, lengths):
         self.lengths, self.fingerprint = np.asarray(lengths), f"documents {list(lengths)}"
 
-    def __getitem__(self, index):
-        return np.arange(self.lengths[index], dtype=np.int32) + 1000 * index
+    def read(self, document, start, length, out):
+        pieces = zip(document.tolist(), start.tolist(), length.tolist(), strict=True)
+        out[:] = np.concatenate([np.arange(s, s + n) + 1000 * d for d, s, n in pieces])
+
+    def describe(self):
+        return f"{len(self.lengths)} documents"
 
 
-def batches_of(lengths, spec, sizes=None, planner=None, **options):
+def batches_of(lengths, spec, sizes=None, planner=None, rows=None, packing=None, **options):
     documents = Documents(lengths)
-    packed = pack_documents(lengths, spec.seq_len, seed=options.get("seed", 0))
-    sampler = PoolSampler([documents.lengths[numbers] for numbers in packed], spec, **options)
-    return StepBatches(documents, packed, sampler, planner, sizes)
+    packed = PackedDocuments(lengths, spec.seq_len, seed=options.get("seed", 0), **(packing or {}))
+    sampler = PoolSampler(packed, spec, **options)
+    return StepBatches([Corpus("documents", documents, packed)], sampler, planner, sizes, rows)
+
+
+def documents_of(packed):
+    """The documents of each sequence, by number."""
+    return [packed.pieces(number).document.tolist() for number in range(len(packed))]
+
+
+def read_whole(documents, number):
+    """All tokens of one document."""
+    length = np.array([documents.lengths[number]], np.int64)
+    out = np.full(length[0], -7, np.int32)
+    documents.read(np.array([number]), np.zeros(1, np.int64), length, out)
+    return out
 
 
 def dealt(lengths, spec):

@@ -50,7 +50,7 @@ LAYERS: dict[str, tuple[list[str], set[str]]] = {
         for i, name in enumerate(DEVICE)
     },
     **{name: (TEXT[:i], set()) for i, name in enumerate(TEXT)},
-    "data": (HOST, {"numpy", "grain"}),
+    "data": (HOST, {"numpy", "grain", "absl", "array_record", "pyarrow", "tokenizers", "rich"}),
     "plots": ([], {"numpy", "matplotlib"}),
     "inspect_corpus": ([*HOST, "data", "plots"], {"numpy", "rich"}),
     "models": (HOST + DEVICE, {"numpy", "jax", "jaxtyping", "flax", "libra_kernels"}),
@@ -182,7 +182,8 @@ def test_what_ships_imports_nothing_undeclared_and_needs_all_that_is_declared() 
         cut = str.maketrans("[<>=~!;", "       ")
         return {line.translate(cut).split()[0].replace("-", "_") for line in requirements}
 
-    declared = {"orbax" if name == "orbax_checkpoint" else name for name in names(project["dependencies"])}
+    called = {"orbax_checkpoint": "orbax", "absl_py": "absl"}
+    declared = {called.get(name, name) for name in names(project["dependencies"])}
     optional = names(project["optional-dependencies"]["cuda"])
     imported = {outside(name) for module, path in FILES.items() for name, _ in imports(module, path)}
     imported -= {None, "libra_kernels"}

@@ -124,7 +124,7 @@ def test_batches_of_several_sizes_belong_together_and_a_position_finds_the_same_
     first = opened()
     whole = take(first, 6)
     state = first.get_state()
-    assert set(state) == {"next_index", "data"}, "the choice follows from the step, nothing of it is saved"
+    assert set(state) == {"next_step", "data"}, "the choice follows from the step, nothing of it is saved"
     first.close()
     assert len({batch["pool_size"] for batch in whole}) > 1, [batch["modelled_seconds"] for batch in whole]
     plain = batches_of(lengths, spec, **options)
@@ -142,7 +142,7 @@ def test_batches_of_several_sizes_belong_together_and_a_position_finds_the_same_
     assert plain[0]["pool_size"] == 2 and plain[0]["modelled_seconds"] == {}
 
     second = opened()
-    second.set_state(state | {"next_index": 3})
+    second.set_state(state | {"next_step": 3})
     for before, after in zip(whole[3:], take(second, 3), strict=True):
         assert before["modelled_seconds"] == after["modelled_seconds"]
         np.testing.assert_array_equal(before["sequence_ids"], after["sequence_ids"])

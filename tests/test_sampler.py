@@ -9,13 +9,12 @@ import sys
 
 import numpy as np
 import pytest
-from data_base import Documents, batches_of, served, small_spec, take, write
+from data_base import Documents, batches_of, documents_of, served, small_spec, take, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra_jax.data import DataConfig, PoolSampler, StepBatches, open_batches, pack_documents
-from libra_jax.data.batches import BatchIterator, sequence_arrays
-from libra_jax.data.documents import PADDING_TOKEN
+from libra_jax.data import Corpus, DataConfig, PackedDocuments, PoolSampler, StepBatches, open_batches
+from libra_jax.data.batches import ARRAYS, PADDING_TOKEN, BatchIterator, describe_documents
 from libra_jax.data.sampler import EMPTY
 from libra_jax.plan import check_batch, plan_pool
 
@@ -28,7 +27,7 @@ FEW = {"lengths": [8, 12, 5, 7, 3], "seq_len": 20, "seed": 7}
 def packed_and_ordered():
     spec = small_spec(seq_len=20, pool_size=1, cp=1, block=4)
     batches = batches_of(FEW["lengths"], spec, seed=FEW["seed"])
-    return [s.tolist() for s in batches.packed], [batches.sampler[step].tolist() for step in range(8)]
+    return documents_of(batches.corpora[0].packed), [batches.sampler[step].tolist() for step in range(8)]
 
 
 def test_order_is_a_function_of_the_arguments():
@@ -49,13 +48,14 @@ def test_order_is_a_function_of_the_arguments():
 def test_order_is_the_same_in_a_fresh_process():
     code = f"""
 import json
-from libra_jax.data import PoolSampler, pack_documents
+from libra_jax.data import PackedDocuments, PoolSampler
 from libra_jax.spec import PoolSpec
 lengths, seq_len, seed = {FEW["lengths"]}, {FEW["seq_len"]}, {FEW["seed"]}
 spec = PoolSpec(seq_len=seq_len, pool_size=1, cp=1, block=4, num_heads=2, num_kv_heads=1, head_dim=8)
-packed = pack_documents(lengths, seq_len, seed=seed)
-sampler = PoolSampler([[lengths[i] for i in s] for s in packed], spec, seed=seed)
-print(json.dumps([[s.tolist() for s in packed], [sampler[step].tolist() for step in range(8)]]))
+packed = PackedDocuments(lengths, seq_len, seed=seed)
+sampler = PoolSampler(packed, spec, seed=seed)
+documents = [packed.pieces(number).document.tolist() for number in range(len(packed))]
+print(json.dumps([documents, [sampler[step].tolist() for step in range(8)]]))
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert json.loads(done.stdout) == json.loads(json.dumps(packed_and_ordered()))
@@ -100,7 +100,7 @@ def test_an_epoch_serves_every_sequence_once(lengths, pool_size, pools, micro_st
             real = slots[slots != EMPTY].tolist()
             assert len(real) == len(set(real))
             assert sorted(slots.ravel().tolist()) == sorted(sampler.step_sequences(step).tolist())
-            assert sampler.epoch(step) == epoch
+            assert int(sampler.epochs(step)[0]) == epoch
         seen = [number for step in served(sampler, steps) for number in step if number != EMPTY]
         expected = len(lengths) if last_step == "pad" else len(lengths) // per_step * per_step
         assert len(seen) == len(set(seen)) == expected
@@ -110,9 +110,8 @@ def batches_of_eight_steps():
     rng = np.random.default_rng(0)
     spec = small_spec(seq_len=32, pool_size=2, cp=1, block=4)
     documents = Documents(rng.integers(17, 33, 32))  # more than half a sequence each, so 32 sequences
-    packed = pack_documents(documents.lengths, 32)
-    sampler = PoolSampler([documents.lengths[s] for s in packed], spec, pools=2, seed=1)
-    return StepBatches(documents, packed, sampler)
+    packed = PackedDocuments(documents.lengths, 32)
+    return StepBatches([Corpus("documents", documents, packed)], PoolSampler(packed, spec, pools=2, seed=1))
 
 
 def test_resume_twice_equals_no_stop():
@@ -135,7 +134,7 @@ def test_resume_twice_equals_no_stop():
     run_b += take(second, 11)
     state = json.loads(json.dumps(second.get_state()))
     second.close()
-    assert state["next_index"] == 13
+    assert state["next_step"] == 13
     third = BatchIterator(batches_of_eight_steps())
     third.set_state(state)
     run_b += take(third, 11)
@@ -181,7 +180,7 @@ def test_host_count_does_not_matter():
     batches = batches_of(np.random.default_rng(2).integers(17, 65, 100), small_spec(pool_size=4), pools=4)
     iterator = BatchIterator(batches)
     take(iterator, 3)
-    assert set(iterator.get_state()) == {"next_index", "data"}
+    assert set(iterator.get_state()) == {"next_step", "data"}
     expected = next(iterator)
     iterator.close()
     for hosts in (2, 1):
@@ -200,7 +199,7 @@ def test_all_ranks_have_the_same_steps():
     for sampler in (dropped, padded):
         assert [sampler[step].shape for step in range(4)] == [(1, 1, 6)] * 4
         assert served(sampler, [1]) == served(PoolSampler(lengths, spec, last_step=sampler.last_step), [1])
-    assert dropped.epoch(1) == 1
+    assert dropped.epochs(1).tolist() == [1.0]
 
 
 def test_a_partial_step_is_filled_with_padding():
@@ -234,7 +233,7 @@ def test_sampler_balances_the_pools_of_a_step():
     placed, in_order = [], []
     for step in range(4):
         for slots, result in ((sampler[step], placed), (sampler.step_sequences(step).reshape(1, 4, 4), in_order)):
-            pools = sampler.seconds[slots].sum(axis=-1)
+            pools = sampler.work(slots).sum(axis=-1)
             result.append(pools.max() / pools.mean())
     assert np.mean(placed) < 1.02 < 1.2 < np.mean(in_order)
 
@@ -268,13 +267,13 @@ def test_across_pools_micro_steps_differ_so_that_pools_need_not_mix():
         ({"pools": 0}, ["pools (0)"]),
         ({"micro_steps": 1.5}, ["micro_steps (1.5)"]),
         ({"last_step": "repeat"}, ["'repeat'"]),
-        ({"lengths": []}, ["0 sequences"]),
-        ({"lengths": [[8], [70]]}, ["sequence 1", "70", "64"]),
+        ({"sequences": []}, ["0 sequences"]),
+        ({"sequences": [[8], [70]]}, ["sequence 1", "70", "64"]),
     ],
 )
 def test_bad_sampler_is_refused_by_name(options, words):
     with pytest.raises(ValueError) as error:
-        PoolSampler(**({"lengths": [[8]], "spec": small_spec()} | options))
+        PoolSampler(**({"sequences": [[8]], "spec": small_spec()} | options))
     for word in words:
         assert word in str(error.value)
     with pytest.raises(IndexError, match=r"step \(-1\)"):
@@ -284,13 +283,22 @@ def test_bad_sampler_is_refused_by_name(options, words):
 # ------------------------------------------------------------------------------------------------------------- batches
 
 
+def rows_of(documents, seq_len):
+    """A packed sequence in arrays that held something else before."""
+    rows = {name: np.full(seq_len, -7, np.int32) for name in ARRAYS}
+    tokens = np.concatenate([np.zeros(0, np.int32), *documents])
+    rows["tokens"][: len(tokens)] = tokens
+    describe_documents(np.array([len(tokens) for tokens in documents], np.int64), rows)
+    return rows
+
+
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 12), max_size=5), st.integers(0, 5))
 def test_targets_never_cross_a_document(lengths, padding):
     """Shifting after packing gives the targets of shifting each document before it."""
     documents = [np.arange(length, dtype=np.int32) + 100 * (d + 1) for d, length in enumerate(lengths)]
     seq_len = sum(lengths) + padding
-    arrays = sequence_arrays(documents, seq_len)
+    arrays = rows_of(documents, seq_len)
     shifted_before = [np.append(tokens[1:], -1) for tokens in documents]
     expected = np.concatenate([*shifted_before, np.full(padding, -1)]).astype(int)
     assert arrays["targets"].tolist() == expected.tolist()
@@ -299,7 +307,7 @@ def test_targets_never_cross_a_document(lengths, padding):
 
 def test_boundary_targets():
     """Documents of 5 and 3 tokens in 10: positions 4 and 7 and the padding have no target."""
-    arrays = sequence_arrays([np.arange(5, dtype=np.int32), np.arange(3, dtype=np.int32)], 10)
+    arrays = rows_of([np.arange(5, dtype=np.int32), np.arange(3, dtype=np.int32)], 10)
     assert np.flatnonzero(arrays["targets"] == -1).tolist() == [4, 7, 8, 9]
     assert arrays["segment_ids"].tolist() == [1] * 5 + [2] * 3 + [0] * 2
     assert arrays["positions"].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 0]
@@ -321,10 +329,11 @@ def test_a_batch_and_its_plans_belong_together():
     assert len(batch["stats"]) == 4
     assert sum(stats.work.sum() for stats in batch["stats"]) > 0
     assert sorted(batch["sequence_ids"].ravel().tolist()) == sorted(batches.sampler.step_sequences(1).tolist())
-    assert batch["lengths"] == [batches.sampler.lengths[n].tolist() for n in batches.sampler.step_sequences(1)]
+    packed = batches.corpora[0].packed
+    assert batch["lengths"] == [packed.lengths(n).tolist() for n in batches.sampler.step_sequences(1)]
     row = batch["sequence_ids"].reshape(2, 4)[1, 2]
-    documents = [batches.documents[i] for i in batches.packed[row]]
-    np.testing.assert_array_equal(batch["tokens"][1, 2], sequence_arrays(documents, 64)["tokens"])
+    documents = [1000 * d + np.arange(s, s + n) for d, s, n in zip(*packed.pieces(row), strict=True)]
+    np.testing.assert_array_equal(batch["tokens"][1, 2], rows_of(documents, 64)["tokens"])
 
 
 def test_batches_come_from_text_and_orbax_restores_the_position(tmp_path):
@@ -388,8 +397,9 @@ def test_a_sampler_can_be_sent_to_another_process():
 
 def test_lists_that_do_not_belong_together_are_refused():
     sampler = PoolSampler([[8], [8]], small_spec())
-    with pytest.raises(ValueError, match="1 packed sequences, but the sampler knows 2"):
-        StepBatches(Documents([8]), [np.array([0])], sampler)
+    packed = PackedDocuments([8], 64)
+    with pytest.raises(ValueError, match=r"\[1\] packed sequences by corpus, but the sampler knows \[2\]"):
+        StepBatches([Corpus("documents", Documents([8]), packed)], sampler)
 
 
 def test_documents_and_sampler_need_neither_grain_nor_jax():

@@ -400,19 +400,38 @@ def test_a_run_whose_config_or_data_has_changed_is_refused_with_both_values(fold
 
     message = refused(seq_len=128, mesh=MeshConfig(1, 4, 2))
     assert "seq_len: 64 there, 128 now" in message and "--run-dir" in message
-    assert "mesh.pool_size: 2 there, 4 now" in message and "mesh.pools: 2 there, 1 now" in message
+    assert "mesh." not in message, "another layout of the devices is no hindrance"
+    message = refused(mesh=MeshConfig(1, 2, 4))
+    assert "was made with other data" in message and "sequences_per_step: 8 there, 4 now" in message
     assert "model.num_layers: 1 there, 2 now" in refused(model=dataclasses.replace(config.model, num_layers=2))
     assert "seed: 0 there, 1 now" in refused(seed=1)
     file = folder / "text" / "7.txt"
     before = file.read_bytes()
     file.write_bytes(before + b"!")
     message = refused()
-    assert "was made with other data" in message and "documents: " in message
+    assert "was made with other data" in message and "corpus: " in message
     file.write_bytes(before)
 
     # How many steps and how often to save may change; the next test changes the learning rate.
     records, _ = start(dataclasses.replace(config, steps=4, checkpoint=CheckpointConfig(every=1, keep=1)))
     assert numbers_of(records[:2]) == numbers_of(first) and len(records) == 4
+
+
+def test_a_run_goes_on_with_its_devices_in_another_layout(folder: Path) -> None:
+    """Saved on 2 pools of 2, 2 ranks each; then one pool of 4, then 4 ranks a sequence and twice the micro-steps.
+
+    The same sequences in every step; losses differ by rounding alone.
+    """
+    whole, _ = start(run_config(folder, "one_layout", steps=6))
+    config = run_config(folder, "layouts", steps=2)
+    start(config)
+    for mesh, micro_steps, steps in ((MeshConfig(1, 4, 2), 2, 4), (MeshConfig(1, 2, 4), 4, 6)):
+        records, printed = start(dataclasses.replace(config, mesh=mesh, micro_steps=micro_steps, steps=steps))
+        assert f"going on from step {steps - 2} of {steps}" in printed
+    assert [r.tokens for r in records] == [r.tokens for r in whole]
+    assert [r.targets for r in records] == [r.targets for r in whole]
+    np.testing.assert_allclose([r.loss for r in records], [r.loss for r in whole], rtol=1e-5)
+    assert [r.pool_size for r in records] == [2, 2, 4, 4, 2, 2]
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_nothing_of_it_is_kept(folder: Path) -> None:

@@ -156,6 +156,87 @@ def test_sequence_seconds_grow_with_the_square_of_a_document():
     assert workload.sequence_seconds([2**18], spec, doubled) > 1.2 * one
 
 
+def counted_by_token(lengths, seq_len, block, window):
+    """(pages, blocks) of one sequence, token by token: which pages hold a key that some token of a block sees."""
+    seen = [set() for _ in range(seq_len // block)]
+    start = 0
+    for length in lengths:
+        for token in range(start, start + length):
+            for key in range(start if window is None else max(start, token - window + 1), token + 1):
+                # A block visits whole pages up to its own, from the first that any of its tokens needs.
+                seen[token // block].update(range(key // block, token // block + 1))
+        start += length
+    return sum(map(len, seen)), sum(1 for pages in seen if pages)
+
+
+@st.composite
+def batches_of_sequences(draw):
+    """(lengths of each sequence, seq_len, block, window): documents often of one token, or up to a block's border."""
+    block = draw(st.sampled_from([1, 2, 3, 4, 7]))
+    seq_len, sequences = block * draw(st.integers(1, 8)), []
+    for _ in range(draw(st.integers(0, 5))):
+        lengths, used = [], 0
+        while used < seq_len and draw(st.integers(0, 6)):
+            border = min(-(used + 1) // block * -block, seq_len)
+            lengths.append(draw(st.just(1) | st.just(border - used) | st.integers(1, seq_len - used)))
+            used += lengths[-1]
+        sequences.append(lengths)
+    return sequences, seq_len, block, draw(st.none() | st.integers(1, seq_len + 2))
+
+
+@settings(deadline=None, max_examples=300)
+@given(batches_of_sequences())
+def test_seconds_of_many_sequences_are_those_of_their_pages_and_blocks(case):
+    sequences, seq_len, block, window = case
+    spec = PoolSpec(seq_len=seq_len, pool_size=1, cp=1, block=block, window=window, **HEADS)
+    # For this shape as it stands, in powers of two, so that the seconds are exact and pages and blocks both readable.
+    cost = CostModel(1.0, 2.0**-20, 7.0, 0.5, 2.0**-21, 7.0, block=block, group=2, head_dim=16, v_head_dim=16)
+    flat, counts = [length for sequence in sequences for length in sequence], [len(s) for s in sequences]
+    counted = [counted_by_token(lengths, seq_len, block, window) for lengths in sequences]
+    seconds = workload.sequences_seconds(flat, counts, spec, cost)
+    assert seconds.dtype == np.float64 and seconds.shape == (len(sequences),)
+    assert seconds.tolist() == [2 * 1.5 * (pages + blocks * 2.0**-20) for pages, blocks in counted]
+    assert seconds.tolist() == [workload.sequence_seconds(lengths, spec, cost) for lengths in sequences]
+
+
+@pytest.mark.parametrize("window", [None, 1, 130, 4096])
+@pytest.mark.parametrize("dtype", [np.uint32, np.uint64, np.int64])
+def test_seconds_of_many_long_sequences_have_the_bits_of_their_blocks(window, dtype):
+    """200,000 documents, so several parts; sequences of none, of one and of thousands among them."""
+    spec = PoolSpec(seq_len=2**18, pool_size=8, cp=8, num_heads=32, num_kv_heads=8, head_dim=128, window=window)
+    rng = np.random.default_rng(1)
+    counts = np.concatenate([[0, 1, 0, 90_000, 0, 0, 70_000, 1], rng.integers(0, 3000, 30), [0]])
+    parts = [rng.multinomial(rng.integers(3000, 2**18 - n), np.ones(n) / n) + 1 for n in counts if n]
+    seconds = workload.sequences_seconds(np.concatenate(parts).astype(dtype), counts, spec)
+    cost = CostModel().scaled(spec)
+    sequences = iter(parts)
+    for number, got in zip(counts, seconds.tolist(), strict=True):
+        pages = workload.block_pages(next(sequences), spec).num_pages if number else np.zeros(1, int)
+        amounts = int(pages.sum()), int(np.count_nonzero(pages))
+        assert got == 8 * (cost.forward(*amounts) + cost.backward(*amounts))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "counts", "words"),
+    [
+        ([3, 4, 5], [1, 1], ["2 documents", "3 lengths"]),
+        ([3, 4], [3, -1], ["2 documents", "-1 to 3"]),
+        ([3, 4], [2**63 - 1, 2**63 - 1, 4], ["2 documents", f"4 to {2**63 - 1}"]),
+        ([3.0, 4.0], [2], ["document lengths", "float64"]),
+        ([3, 4], [[2]], ["counts", "(1, 1)"]),
+        ([64, 30, 35, 1], [1, 2, 1], ["sequence 1", "65", "seq_len (64)"]),
+        ([64, 30, 0], [1, 0, 2], ["entry 1", "sequence 2", "at least 1"]),
+        ([2**62, 2**62, 2**62, 2**62], [4], [str(2**64), "64"]),
+        (np.array([5, 2**64 - 3], np.uint64), [1, 1], ["sequence 1", str(2**64 - 3)]),
+    ],
+)
+def test_bad_batches_of_lengths_are_refused_by_name(lengths, counts, words):
+    spec = PoolSpec(seq_len=64, pool_size=1, cp=1, block=8, **HEADS)
+    with pytest.raises(ValueError) as error:
+        workload.sequences_seconds(lengths, counts, spec)
+    assert all(word in str(error.value) for word in words), error.value
+
+
 def test_fit_recovers_coefficients():
     rng = np.random.default_rng(0)
     pages, blocks, launches = rng.integers(1, 10_000, 40), rng.integers(1, 500, 40), rng.integers(1, 4, 40)

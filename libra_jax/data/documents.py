@@ -1,8 +1,8 @@
 """Text files as documents of byte tokens.
 
-A document is one file: its bytes (tokens 0 to 255), then an end-of-document token. A document longer than a sequence
-is cut into pieces of `seq_len` tokens, and each piece is a document of its own from there on. Files are listed in an
-order that depends on their names alone, and read only when their tokens are asked for.
+A document is one file: its bytes (tokens 0 to 255), then an end-of-document token. Files are listed in an order that
+depends on their names alone, and read only when their tokens are asked for. For corpora of some gigabytes at most, as
+the list of files is held in memory and their content is hashed when a run starts; `libra prepare` is for larger ones.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import numpy as np
 from libra_jax.data.config import TEXT_SUFFIXES
 
 END_OF_DOCUMENT = 256
-PADDING_TOKEN = 257
-VOCAB_SIZE = 258
-"""256 bytes, the end-of-document token and the padding token."""
+VOCAB_SIZE = 257
+"""256 bytes and the end-of-document token."""
+BYTES = "bytes"
+"""What this tokenizer is called where a tokenizer is named."""
 
 
 def encode(data: bytes) -> np.ndarray:
@@ -65,28 +66,23 @@ def package_folder(name: str) -> Path:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TextDocuments:
-    """Documents cut to at most `seq_len` tokens. `len(documents)` pieces, `documents[i]` the tokens of one.
+    """Text files as documents; see `sources.Documents`.
 
     names, files: of every file that is not empty; a name is relative to what was given, so it is the same elsewhere.
-    file_tokens: (files,) tokens of each, its end-of-document token included.
-    file, start, lengths: (pieces,) int64: which file a piece comes from, its first token there, its tokens.
-    cut_documents: documents longer than seq_len, now in more than one piece. empty_files: files left out.
+    lengths: (files,) int64 tokens of each, its end-of-document token included. empty_files: files left out.
     """
 
-    seq_len: int
     names: tuple[str, ...]
     files: tuple[Path, ...]
-    file_tokens: np.ndarray
-    file: np.ndarray
-    start: np.ndarray
     lengths: np.ndarray
-    cut_documents: int
     empty_files: int
+
+    tokenizer = BYTES
+    vocab_size = VOCAB_SIZE
 
     @classmethod
     def open(
         cls,
-        seq_len: int,
         paths: Iterable[str | os.PathLike] = (),
         packages: Iterable[str] = (),
         suffixes: Sequence[str] = TEXT_SUFFIXES,
@@ -96,8 +92,6 @@ class TextDocuments:
         Raises FileNotFoundError for a path that is not there, and ValueError for a package that is not installed,
         or where nothing is left to read.
         """
-        if seq_len < 1:
-            raise ValueError(f"seq_len ({seq_len}) must be at least 1")
         roots = [(Path(path).name, Path(path)) for path in paths]
         roots += [(name, package_folder(name)) for name in packages]
         named: list[tuple[str, Path]] = []
@@ -113,37 +107,32 @@ class TextDocuments:
         if kept.size == 0:
             what = f"{len(named)} empty files" if named else f"no file that ends with one of {list(suffixes)}"
             raise ValueError(f"nothing to read in {[str(root) for _, root in roots]}: {what}")
-        tokens = sizes[kept] + 1
-        file, start, lengths = cut(tokens, seq_len)
         return cls(
-            seq_len=seq_len,
             names=tuple(named[i][0] for i in kept),
             files=tuple(named[i][1] for i in kept),
-            file_tokens=tokens,
-            file=file,
-            start=start,
-            lengths=lengths,
-            cut_documents=int((tokens > seq_len).sum()),
+            lengths=sizes[kept] + 1,
             empty_files=len(named) - len(kept),
         )
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, index: int) -> np.ndarray:
-        """Tokens of piece `index`, (lengths[index],) int32. Raises ValueError if the size of its file has changed."""
-        file, start = int(self.file[index]), int(self.start[index])
-        tokens = _read(self.files[file])
-        if len(tokens) != self.file_tokens[file]:
-            raise ValueError(
-                f"{self.files[file]} has changed: {self.file_tokens[file] - 1} bytes when the run began, "
-                f"{len(tokens) - 1} now"
-            )
-        return tokens[start : start + int(self.lengths[index])]
+    def read(self, document: np.ndarray, start: np.ndarray, length: np.ndarray, out: np.ndarray) -> None:
+        """Tokens of pieces, end to end, into `out`. Raises ValueError if the size of a file has changed."""
+        at = 0
+        for number, first, size in zip(document.tolist(), start.tolist(), length.tolist(), strict=True):
+            tokens = _read(self.files[number])
+            if len(tokens) != self.lengths[number]:
+                raise ValueError(
+                    f"{self.files[number]} has changed: {self.lengths[number] - 1} bytes when the run began, "
+                    f"{len(tokens) - 1} now"
+                )
+            out[at : at + size] = tokens[first : first + size]
+            at += size
 
     @property
     def fingerprint(self) -> str:
-        """Stands for seq_len and for the files' names and bytes; differs where other tokens would be served.
+        """Stands for the files' names and bytes; differs where other tokens would be served.
 
         Reads every file once, when first asked for: 0.03 s for the demo's 1,037 files of 11 MB; a large corpus takes
         as long as reading it from disk, or 1 s for 1 to 2 GB where that is faster.
@@ -152,7 +141,7 @@ class TextDocuments:
 
     @functools.cached_property
     def _fingerprint(self) -> str:
-        digest = hashlib.sha256(f"{self.seq_len}\n".encode())
+        digest = hashlib.sha256()
         for name, path in zip(self.names, self.files, strict=True):
             with path.open("rb") as file:
                 content = hashlib.file_digest(file, "sha256").hexdigest()
@@ -161,20 +150,8 @@ class TextDocuments:
 
     def describe(self) -> str:
         """One sentence on what was found."""
-        return (
-            f"{len(self.files):,} documents, {int(self.lengths.sum()):,} tokens; {self.cut_documents} longer than "
-            f"{self.seq_len:,} tokens, cut into {len(self) - len(self.files) + self.cut_documents} pieces; "
-            f"{self.empty_files} empty files left out"
-        )
-
-
-def cut(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut documents into pieces of at most seq_len tokens: (document, start, length), each (pieces,) int64."""
-    lengths = np.asarray(lengths, np.int64)
-    pieces = -(-lengths // seq_len)
-    document = np.repeat(np.arange(len(lengths), dtype=np.int64), pieces)
-    start = (np.arange(len(document), dtype=np.int64) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * seq_len
-    return document, start, np.minimum(lengths[document] - start, seq_len)
+        left_out = f"; {self.empty_files} empty files left out" if self.empty_files else ""
+        return f"{len(self.files):,} text files, {int(self.lengths.sum()):,} byte tokens{left_out}"
 
 
 @functools.lru_cache(maxsize=64)

@@ -21,7 +21,7 @@ import numpy as np
 from libra_jax.data.sampler import PoolSampler
 from libra_jax.links import Links
 from libra_jax.modelled import check_prices, plan_seconds
-from libra_jax.plan import Plan, plan_pool
+from libra_jax.plan import Plan, PlanTables, plan_pool, stack_plans
 from libra_jax.spec import PoolSpec, spec_differences
 
 Planner = Callable[[Sequence[Sequence[int]], PoolSpec], Plan]
@@ -84,8 +84,8 @@ class PoolSizes:
 class StepPlan:
     """A step as it will be run.
 
-    spec: of the chosen size. slots: (micro_steps, pools, pool_size) int64 sequence numbers. plans: of its pools, by
-        micro-step.
+    spec: of the chosen size. slots: (micro_steps, pools, pool_size) int64 sequence numbers. plans: by micro-step, of
+        the pools in `pools`, which hold the rows that were asked for.
     modelled_seconds: {pool size: seconds of one layer's attention, forward and backward, in the whole step} of the
         sizes that were planned; {} where there was no choice.
     """
@@ -93,11 +93,27 @@ class StepPlan:
     spec: PoolSpec
     slots: np.ndarray
     plans: list[list[Plan]]
+    pools: np.ndarray
     modelled_seconds: dict[int, float]
 
+    @property
+    def tables(self) -> PlanTables:
+        """The plans' tables, with leading axes (micro_steps, pools, dp, cp)."""
+        stacked = stack_plans([plan for pools in self.plans for plan in pools])
+        return stacked.map(lambda table: table.reshape(len(self.plans), len(self.pools), *table.shape[1:]))
 
-def plan_step(sampler: PoolSampler, step: int, sizes: PoolSizes, planner: Planner | None = None) -> StepPlan:
+
+def plan_step(
+    sampler: PoolSampler,
+    step: int,
+    sizes: PoolSizes,
+    planner: Planner | None = None,
+    rows: np.ndarray | None = None,
+) -> StepPlan:
     """Places a step for every pool size, plans it where a size may save enough, and chooses.
+
+    rows: which of a micro-step's sequences this process holds, counted over pools and places in a pool; only their
+        pools are planned, as long as there is no size to choose: the choice looks at all. None: all.
 
     What a size takes at least follows from placement alone, which is quick: perfect balance inside its pools. The
     smallest size is planned always. A larger one is planned if this least time is shorter, by more than the share, than
@@ -113,6 +129,10 @@ def plan_step(sampler: PoolSampler, step: int, sizes: PoolSizes, planner: Planne
     def planned(slots: np.ndarray, spec: PoolSpec) -> list[list[Plan]]:
         return [[planner([sampler.document_lengths(n) for n in pool], spec) for pool in pools] for pools in slots]
 
+    def held(spec: PoolSpec) -> np.ndarray:
+        every = np.arange(sampler.pools * sampler.spec.pool_size) if rows is None else rows
+        return np.unique(every // spec.pool_size)
+
     def less(larger: float, smaller: float) -> bool:
         return larger < smaller * (1 - sizes.least_saving)
 
@@ -121,9 +141,10 @@ def plan_step(sampler: PoolSampler, step: int, sizes: PoolSizes, planner: Planne
 
     chosen = specs[0]
     slots = sampler.slots(step, chosen.pool_size)
+    if len(specs) == 1:
+        return StepPlan(chosen, slots, planned(slots[:, held(chosen)], chosen), held(chosen), modelled)
     plans = planned(slots, chosen)
-    if len(specs) > 1:
-        modelled[chosen.pool_size] = modelled_time(plans)
+    modelled[chosen.pool_size] = modelled_time(plans)
     for spec in specs[1:]:
         others = sampler.slots(step, spec.pool_size)
         fell_back = any(plan.stats.fallback is not None for pools in plans for plan in pools)
@@ -133,7 +154,8 @@ def plan_step(sampler: PoolSampler, step: int, sizes: PoolSizes, planner: Planne
         modelled[spec.pool_size] = modelled_time(candidates)
         if less(modelled[spec.pool_size], modelled[chosen.pool_size]):
             chosen, slots, plans = spec, others, candidates
-    return StepPlan(chosen, slots, plans, modelled)
+    pools = held(chosen)
+    return StepPlan(chosen, slots, [[by_pool[i] for i in pools] for by_pool in plans], pools, modelled)
 
 
 def _least_seconds(sampler: PoolSampler, slots: np.ndarray, spec: PoolSpec) -> float:

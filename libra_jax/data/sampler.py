@@ -2,21 +2,22 @@
 
 Takes the document lengths of every packed sequence; gives, for any step asked for, the sequences of that step placed
 by VRSP. A step is a pure function of (lengths, seed, step): nothing is carried from one step to the next, so a run
-resumes at any step, on any number of hosts, from the step number alone. NumPy only.
+resumes at any step, on any number of hosts, from the step number alone. A step costs what its own sequences cost,
+however many there are and whichever step it is. NumPy only.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from libra_jax.data.order import EpochOrder, JoinedSequences, ListedSequences, PackedSequences, WeightedOrder
 from libra_jax.modelled import check_prices
 from libra_jax.placement import place
 from libra_jax.spec import PoolSpec
-from libra_jax.workload import CostModel, check_lengths, sequence_seconds
+from libra_jax.workload import CostModel, sequences_seconds
 
 EMPTY = -1
 """Number of a sequence that is all padding; it fills an epoch's last step."""
@@ -25,9 +26,12 @@ EMPTY = -1
 class PoolSampler:
     """`sampler[step]`: the sequences of a step in slot order, (micro_steps, pools, pool_size) int64 numbers or `EMPTY`.
 
-    lengths: document lengths of every packed sequence, (sequences,) lists.
+    sequences: the packed sequences: document lengths of each, (sequences,) lists; or what says them by number, such as
+        `PackedDocuments`; or a list of such, several corpora, whose sequences are numbered one after another.
     spec: pool_size and the shapes that work is counted with. pools, micro_steps: slots of a step.
     seed: every epoch deals all sequences anew, in an order that depends on (seed, epoch).
+    weights: one for each corpus: its share of the sequences, and so of the tokens, of every stretch of steps. Each then
+        has epochs of its own, and no step is partial. None: an epoch is all sequences of all corpora, once.
     across: as in `libra_jax.place`. "pools", the default: sequences of like cost share a micro-step, whose pools are
         equal, and micro-steps may differ; pools wait for one another within a micro-step only, unless a pipeline lets
         micro-steps overlap, and sequences that are alike leave little to move between ranks.
@@ -41,34 +45,42 @@ class PoolSampler:
 
     def __init__(
         self,
-        lengths: Sequence[Sequence[int] | np.ndarray],
+        sequences: Sequence[Sequence[int] | np.ndarray] | PackedSequences | Sequence[PackedSequences],
         spec: PoolSpec,
         *,
         pools: int = 1,
         micro_steps: int = 1,
         seed: int = 0,
+        weights: Sequence[float] | None = None,
         across: str = "pools",
         last_step: str = "pad",
         cost: CostModel | None = None,
     ) -> None:
-        if len(lengths) == 0:
-            raise ValueError("0 sequences to sample from: at least 1 is needed")
         for name, value in {"pools": pools, "micro_steps": micro_steps}.items():
             if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
                 raise ValueError(f"{name} ({value!r}) must be a whole number of at least 1")
         check_prices(cost, None)
         if last_step not in ("pad", "drop"):
             raise ValueError(f"last_step ({last_step!r}) must be 'pad' or 'drop'")
-        self.lengths = [check_lengths(sizes, spec.seq_len, sequence=i) for i, sizes in enumerate(lengths)]
+        self.sequences = JoinedSequences(_parts(sequences, spec))
+        for part in self.sequences.parts:
+            if not part.counts.sum():
+                raise ValueError("0 sequences to sample from: at least 1 is needed")
         self.spec, self.pools, self.micro_steps = spec, pools, micro_steps
         self.seed, self.across, self.last_step = seed, across, last_step
-        if last_step == "drop" and len(lengths) < self.sequences_per_step:
+        self._order = EpochOrder(self.sequences.counts, seed)
+        self.weights = None if weights is None else [float(weight) for weight in weights]
+        self._weighted = None if weights is None else WeightedOrder(self.sequences.parts, weights, seed)
+        if weights is None and last_step == "drop" and len(self) < self.sequences_per_step:
             raise ValueError(
-                f"{len(lengths)} sequences do not fill one step of {self.sequences_per_step}, and last_step='drop' "
+                f"{len(self)} sequences do not fill one step of {self.sequences_per_step}, and last_step='drop' "
                 "leaves out what does not; use last_step='pad' or smaller steps"
             )
         self.cost = CostModel() if cost is None else cost
-        self.seconds = np.array([sequence_seconds(sizes, spec, self.cost) for sizes in self.lengths])
+
+    def __len__(self) -> int:
+        """How many sequences there are."""
+        return len(self.sequences)
 
     @property
     def sequences_per_step(self) -> int:
@@ -76,20 +88,28 @@ class PoolSampler:
 
     @property
     def steps_per_epoch(self) -> int:
-        full, rest = divmod(len(self.lengths), self.sequences_per_step)
+        """Steps in which every sequence is served once; with weights, until every corpus has been served whole."""
+        size = self.sequences_per_step
+        if self._weighted is not None:
+            return self._weighted.covered // size + bool(self._weighted.covered % size)
+        full, rest = divmod(len(self), size)
         return full + (1 if rest and self.last_step == "pad" else 0)
 
-    def epoch(self, step: int) -> int:
-        """The epoch that `step` belongs to, from 0."""
-        return step // self.steps_per_epoch
+    def epochs(self, step: int) -> np.ndarray:
+        """How often each corpus has been served before `step`, (corpora,) float64."""
+        if self._weighted is not None:
+            return self._weighted.epochs(step * self.sequences_per_step)
+        return np.full(len(self.sequences.parts), step / self.steps_per_epoch)
 
     def step_sequences(self, step: int) -> np.ndarray:
         """Sequences of `step` in the order in which they come, before placement: (sequences_per_step,) int64."""
         if step < 0:
             raise IndexError(f"step ({step}) must be 0 or more")
-        epoch, within = divmod(step, self.steps_per_epoch)
         size = self.sequences_per_step
-        taken = _epoch_order(len(self.lengths), self.seed, epoch)[within * size : (within + 1) * size]
+        if self._weighted is not None:
+            return self._weighted.take(step * size, (step + 1) * size)
+        epoch, within = divmod(step, self.steps_per_epoch)
+        taken = self._order.take(epoch, within * size, (within + 1) * size)
         return np.concatenate([taken, np.full(size - len(taken), EMPTY, np.int64)])
 
     def __getitem__(self, step: int) -> np.ndarray:
@@ -113,26 +133,24 @@ class PoolSampler:
 
     def work(self, sequences: np.ndarray) -> np.ndarray:
         """What sequences cost by their numbers, float64 of their shape: seconds of one layer, 0 where `EMPTY`."""
-        return np.where(sequences == EMPTY, 0.0, self.seconds[sequences])
+        lengths = [self._lengths(number) for number in sequences.ravel().tolist()]
+        counts = np.array([len(sizes) for sizes in lengths], np.int64)
+        flat = np.concatenate([np.zeros(0, np.int64), *lengths])
+        return sequences_seconds(flat, counts, self.spec, self.cost).reshape(sequences.shape)
 
     def document_lengths(self, number: int) -> list[int]:
         """Document lengths of one sequence by its number; none where it is `EMPTY`."""
-        return [] if number == EMPTY else self.lengths[number].tolist()
+        return self._lengths(number).tolist()
 
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """Stands for everything that decides which sequences a step holds: lengths, seed, step size, last step.
-
-        How a step's sequences are placed is no part of it: pools of another size train on the same steps.
-        """
-        digest = hashlib.sha256(f"{self.seed} {self.sequences_per_step} {self.last_step}\n".encode())
-        for sizes in self.lengths:
-            digest.update(sizes.tobytes() + b"\n")
-        return digest.hexdigest()[:16]
+    def _lengths(self, number: int) -> np.ndarray:
+        return np.zeros(0, np.int64) if number == EMPTY else self.sequences.lengths(number)
 
 
-@functools.lru_cache(maxsize=4)
-def _epoch_order(sequences: int, seed: int, epoch: int) -> np.ndarray:
-    order = np.random.default_rng([seed, epoch]).permutation(sequences)
-    order.flags.writeable = False
-    return order
+def _parts(sequences: Any, spec: PoolSpec) -> list[PackedSequences]:
+    """The corpora of whatever way they were given in."""
+    if hasattr(sequences, "counts"):
+        return [sequences]
+    listed = list(sequences)
+    if listed and all(hasattr(part, "counts") for part in listed):
+        return listed
+    return [ListedSequences(listed, spec.seq_len)]

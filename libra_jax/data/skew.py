@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from libra_jax.data.documents import cut
-from libra_jax.data.packing import pack_documents
-from libra_jax.data.sampler import EMPTY, PoolSampler
+from libra_jax.data.packing import PackedDocuments, cut
+from libra_jax.data.sampler import PoolSampler
 from libra_jax.placement import place, slot_lower_bound
 from libra_jax.plan import plan_pool, policy_work
 from libra_jax.planner import Policy, at_home, head_parallel, pooled
@@ -107,11 +106,11 @@ def inspect(
     balance = [_inspect_step(sampler, step, model) for step in range(steps)]
     total = {name: sum(step[name] for step in balance) for name in balance[0]}
     ideal = total["ideal"] or 1.0
-    tokens = sum(int(sampler.lengths[n].sum()) for s in range(steps) for n in sampler.step_sequences(s) if n != EMPTY)
+    tokens = sum(sum(sampler.document_lengths(n)) for s in range(steps) for n in sampler.step_sequences(s))
     ulysses = total["ulysses bytes"] or 1.0
     policies = ("plain CP", "Ulysses", "Libra")
     first = sampler.step_sequences(0).reshape(micro_steps, pools, -1)[:1]
-    together = first.ravel()[place(_seconds(sampler, first).ravel(), spec.pool_size, pools, across)]
+    together = first.ravel()[place(sampler.work(first).ravel(), spec.pool_size, pools, across)]
     return Report(
         documents=len(lengths),
         tokens=int(lengths.sum()),
@@ -135,12 +134,11 @@ def inspect(
     )
 
 
-def _packed(lengths: np.ndarray, spec: PoolSpec, sequences: int, seed: int) -> list[np.ndarray]:
-    """Document lengths of packed sequences: random documents, as many as fill `sequences`, cut where too long."""
+def _packed(lengths: np.ndarray, spec: PoolSpec, sequences: int, seed: int) -> PackedDocuments:
+    """Random documents, as many as fill `sequences`, cut where too long and packed."""
     shuffled = np.random.default_rng(seed).permutation(lengths)
     enough = int(np.searchsorted(np.cumsum(shuffled), 1.05 * sequences * spec.seq_len)) + 1
-    _, _, pieces = cut(shuffled[:enough], spec.seq_len)
-    return [pieces[numbers] for numbers in pack_documents(pieces, spec.seq_len, seed=seed)]
+    return PackedDocuments(shuffled[:enough], spec.seq_len, seed=seed)
 
 
 def _buckets(lengths: np.ndarray, spec: PoolSpec) -> list[Bucket]:
@@ -166,7 +164,7 @@ def _inspect_step(sampler: PoolSampler, step: int, cost: CostModel) -> dict[str,
     """Seconds of one layer's attention in this step under different balances, summed over its micro-steps."""
     spec, pools = sampler.spec, sampler.pools
     placed, arrived = sampler[step], sampler.step_sequences(step).reshape(-1, pools, spec.pool_size)
-    work = _seconds(sampler, arrived)
+    work = sampler.work(arrived)
     bound = slot_lower_bound(work.ravel(), spec.pool_size, pools, sampler.across)
     plans = [
         plan_pool([sampler.document_lengths(n) for n in pool], spec) for pool in placed.reshape(-1, spec.pool_size)
@@ -174,7 +172,7 @@ def _inspect_step(sampler: PoolSampler, step: int, cost: CostModel) -> dict[str,
     libra = [np.stack([plan.stats.work, plan.stats.blocks], axis=-1) for plan in plans]
 
     def busiest_pool(slots: np.ndarray) -> float:
-        return float(_seconds(sampler, slots).sum(axis=2).max(axis=1).sum()) / spec.ranks
+        return float(sampler.work(slots).sum(axis=2).max(axis=1).sum()) / spec.ranks
 
     def busiest_rank(counts: np.ndarray) -> float:
         pages, blocks = counts[..., 0], counts[..., 1]
@@ -194,11 +192,6 @@ def _inspect_step(sampler: PoolSampler, step: int, cost: CostModel) -> dict[str,
         "ulysses bytes": float(np.mean([plan.stats.ulysses_bytes for plan in plans])),
         "fallbacks": sum(plan.stats.fallback is not None for plan in plans),
     }
-
-
-def _seconds(sampler: PoolSampler, slots: np.ndarray) -> np.ndarray:
-    """What each sequence costs, in the shape of `slots`; 0 where there is none."""
-    return np.where(slots == EMPTY, 0.0, sampler.seconds[slots])
 
 
 def _rank_work(sampler: PoolSampler, slots: np.ndarray, policy: Policy) -> np.ndarray:

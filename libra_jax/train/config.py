@@ -37,13 +37,14 @@ def _whole(name: str, value: object) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """How the devices are laid out. pools * pool_size * cp of them are needed."""
+    """How the devices are laid out. pools * pool_size * cp of them are needed. A run may go on with another layout, as
+    long as its optimizer steps hold as many sequences: it trains on the same ones."""
 
-    pools: int = 1
+    pools: int = free(1)
     """Pools side by side (mesh axis "pool")."""
-    pool_size: int = 1
+    pool_size: int = free(1)
     """Packed sequences in a pool (mesh axis "dp")."""
-    cp: int = 1
+    cp: int = free(1)
     """Ranks that hold one sequence (mesh axis "cp")."""
     pool_sizes: tuple[int, ...] = free(())
     """Further pool sizes, beside pool_size: the same devices in fewer, larger pools, or in more, smaller ones. Each is
@@ -173,7 +174,7 @@ class TrainConfig:
     checkpoint: CheckpointConfig = CheckpointConfig()
     seq_len: int = 4096
     """Tokens in a packed sequence, padding included."""
-    micro_steps: int = 1
+    micro_steps: int = free(1)
     """Micro-steps whose gradients are added up for one optimizer step; each has pools * pool_size sequences."""
     steps: int = free(1000)
     """Optimizer steps of the whole run."""
@@ -264,7 +265,7 @@ def refuse_changes(saved: dict[str, Any], now: dict[str, Any], where: str) -> No
     absent = "nothing"
     for part, way_out in (
         ("config", "Set them back to go on with it, or give another --run-dir to start a new run."),
-        ("data", "The files it read have changed since. Give another --run-dir to start a new run."),
+        ("data", "What it reads, or how it is dealt to steps, has changed. Give another --run-dir to start a new run."),
     ):
         there, here = saved[part], now[part]
         names = [*there, *(name for name in here if name not in there)]

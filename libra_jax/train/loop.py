@@ -23,12 +23,12 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from libra_jax.data import StepBatches, TextDocuments, open_batches
-from libra_jax.plan import check_batch
+from libra_jax.data import BatchIterator, StepBatches, open_batches
+from libra_jax.data.batches import check_step
 from libra_jax.train import metrics
 from libra_jax.train.checkpoint import Checkpoints
 from libra_jax.train.config import TrainConfig, fixed_values
-from libra_jax.train.mesh import make_mesh, place_batch, start_devices
+from libra_jax.train.mesh import local_rows, make_mesh, place_batch, start_devices
 from libra_jax.train.step import ARRAYS, Blueprint, Program, compile_program, plan_state
 
 
@@ -75,7 +75,16 @@ def train(config: TrainConfig, console: Console) -> Result:
     mesh = make_mesh(config.mesh)
     with hold_folder(Path(config.run_dir)) as folder:
         batches = open_batches(
-            config.data, config.spec, config.mesh.pools, config.micro_steps, config.seed, config.pool_sizes, config.cost
+            config.data,
+            config.spec,
+            config.mesh.pools,
+            config.micro_steps,
+            config.seed,
+            sizes=config.pool_sizes,
+            cost=config.cost,
+            rows=local_rows(mesh),
+            vocab_size=config.model.vocab_size,
+            index_folder=folder.path / "packing",
         )
         values = {"config": fixed_values(config), "data": batches.identity}
         with contextlib.closing(batches), Checkpoints(folder.checkpoints, config.checkpoint) as checkpoints:
@@ -100,7 +109,7 @@ def _train_steps(
     config: TrainConfig,
     mesh: Mesh,
     folder: RunFolder,
-    batches: Any,
+    batches: BatchIterator,
     checkpoints: Checkpoints,
     values: dict[str, Any],
     console: Console,
@@ -110,6 +119,7 @@ def _train_steps(
     state = checkpoints.restore(blueprint.shapes, batches) if done else blueprint.init()
     if done:
         _say(console, f"going on from step {done} of {config.steps}, saved in {folder.checkpoints}")
+    batches.start_prefetch()  # reads and plans while the program compiles
     curve = metrics.MetricsFile(folder.metrics, done)
     (folder.path / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
 
@@ -123,9 +133,10 @@ def _train_steps(
             begin = time.perf_counter()
             batch = next(batches)
             arrays, plans = {name: batch[name] for name in ARRAYS}, batch["plans"]
-            check_batch(plans, batch["segment_ids"].reshape(-1, config.seq_len))
+            check_step(batch)
             program = programs[batch["pool_size"]]
-            state, numbers = program.run(state, *place_batch(program.mesh, arrays, plans))
+            placed = place_batch(program.mesh, arrays, plans, batch["rows"], batch["pool_numbers"])
+            state, numbers = program.run(state, *placed)
             numbers = {name: value.item() for name, value in jax.device_get(numbers).items()}
             record = _record(config, step, batch, numbers, time.perf_counter() - begin)
             _refuse_non_finite(record, batch, checkpoints)
@@ -153,8 +164,8 @@ def _compile(config: TrainConfig, mesh: Mesh, blueprint: Blueprint, console: Con
 
 def _record(config: TrainConfig, step: int, batch: Any, numbers: dict[str, Any], seconds: float) -> metrics.StepRecord:
     arrived = metrics.baselines(batch["lengths"], config.spec, config.mesh.pools)
-    work = metrics.planned_work(batch["stats"], batch["pools"])
-    tokens = int((batch["segment_ids"] > 0).sum())
+    work = metrics.planned_work(batch["stats"], len(batch["pool_numbers"]))
+    tokens = sum(map(sum, batch["lengths"]))
     return metrics.StepRecord(
         step=step,
         tokens=tokens,
@@ -166,6 +177,7 @@ def _record(config: TrainConfig, step: int, batch: Any, numbers: dict[str, Any],
         fallbacks=sum(plan.fallback is not None for plan in batch["stats"]),
         pool_size=batch["pool_size"],
         planning_seconds=batch["planning_seconds"],
+        waited_seconds=batch["waited_seconds"],
         **numbers,
     )
 
@@ -211,9 +223,14 @@ def hold_folder(path: Path) -> Iterator[RunFolder]:
 
 def describe(config: TrainConfig, mesh: Mesh, data: StepBatches, console: Console) -> None:
     """Prints what is about to be trained, on what."""
-    if isinstance(data.documents, TextDocuments):
-        _say(console, data.documents.describe())
-    _say(console, f"{len(data.packed):,} packed sequences, {data.sampler.steps_per_epoch:,} steps an epoch")
+    for corpus in data.corpora:
+        for line in corpus.describe():
+            _say(console, line)
+    sampler = data.sampler
+    if sampler.weights is not None:
+        _say(console, f"weights {sampler.weights}; all have been seen whole after {sampler.steps_per_epoch:,} steps")
+    else:
+        _say(console, f"{sampler.steps_per_epoch:,} steps an epoch")
     shape, spec, platform = config.mesh, config.spec, mesh.devices.flat[0].platform
     _say(
         console,

@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from libra_jax.attention import MESH_AXES
@@ -86,16 +87,45 @@ def batch_shardings(mesh: Mesh, arrays: dict[str, Any], plans: Any) -> tuple[dic
     return dict.fromkeys(arrays, rows), jax.tree.map(lambda _: tables, plans)
 
 
-def place_batch(mesh: Mesh, arrays: dict[str, Any], plans: Any) -> tuple[dict[str, jax.Array], Any]:
+def local_rows(mesh: Mesh) -> np.ndarray:
+    """The sequences of a micro-step that lie on this process' devices, wholly or in part: (rows,) int64, ascending.
+
+    Counted over axes "pool" and "dp"; what `StepBatches` takes as `rows`.
+    """
+    mine = np.vectorize(lambda device: device.process_index == jax.process_index())(mesh.devices)
+    return np.flatnonzero(mine.any(axis=2).ravel())
+
+
+def place_batch(
+    mesh: Mesh,
+    arrays: dict[str, Any],
+    plans: Any,
+    rows: np.ndarray | None = None,
+    pools: np.ndarray | None = None,
+) -> tuple[dict[str, jax.Array], Any]:
     """A step's arrays and tables on the mesh, sharded as `batch_shardings` says.
 
-    arrays, plans: NumPy, the whole step's and the same in every process; a process keeps what its devices need.
+    arrays: (micro_steps, rows, seq_len), plans: tables (micro_steps, pools, dp, cp, ...), NumPy. rows, pools: which of
+        the step's they are, ascending: at least what lies on this process' devices. None: the whole step's.
     """
 
-    def place(array: Any, sharding: NamedSharding) -> jax.Array:
-        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+    def place(array: Any, sharding: NamedSharding, numbers: np.ndarray | None, size: int) -> jax.Array:
+        if numbers is None:
+            return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
-    return jax.tree.map(place, (arrays, plans), batch_shardings(mesh, arrays, plans))
+        def part(index: Any) -> Any:
+            first, stop, _ = index[1].indices(size)
+            there = np.searchsorted(numbers, np.arange(first, stop))
+            return array[(index[0], slice(there[0], there[-1] + 1), *index[2:])]
+
+        return jax.make_array_from_callback((array.shape[0], size, *array.shape[2:]), sharding, part)
+
+    row_shardings, table_shardings = batch_shardings(mesh, arrays, plans)
+    side_by_side = mesh.shape["pool"], mesh.shape["pool"] * mesh.shape["dp"]
+    return (
+        {name: place(array, row_shardings[name], rows, side_by_side[1]) for name, array in arrays.items()},
+        jax.tree.map(lambda table, sharding: place(table, sharding, pools, side_by_side[0]), plans, table_shardings),
+    )
 
 
 def state_shardings(mesh: Mesh, state: Any) -> Any:

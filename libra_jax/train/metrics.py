@@ -35,7 +35,8 @@ class StepRecord:
     the step's sequences in the order in which they were packed, `libra` as they were placed.
     fallbacks: pools of the step whose plan did not fit and was replaced by the head-parallel one.
     pool_size: of the step's pools. planning_seconds: of one core, to place and plan the step, and to choose the size.
-        Both None in files that were written before they were counted.
+    waited_seconds: how long the step waited for its batch and plans; part of seconds.
+    The last three are None in files that were written before they were counted.
     """
 
     step: int
@@ -52,6 +53,12 @@ class StepRecord:
     fallbacks: int
     pool_size: int | None = None
     planning_seconds: float | None = None
+    waited_seconds: float | None = None
+
+    @property
+    def waited(self) -> bool:
+        """Whether the step waited for its batch and plans: longer than a hundredth of its time."""
+        return self.waited_seconds is not None and self.waited_seconds > 0.01 * self.seconds
 
 
 def step_work(lengths: Sequence[Sequence[int]], spec: PoolSpec, pools: int, policy: Policy) -> np.ndarray:
@@ -174,6 +181,11 @@ def summary(records: Sequence[StepRecord]) -> Table:
     planning = [record.planning_seconds for record in records if record.planning_seconds is not None]
     if planning:
         rows["planning a step, median"] = f"{1e3 * float(np.median(planning)):.1f} ms of one core, ahead of the step"
+    waits = [record for record in records if record.waited_seconds is not None]
+    if waits:
+        share = sum(record.waited for record in waits) / len(waits)
+        seconds = sum(record.waited_seconds or 0 for record in waits)
+        rows["steps that waited for data or plans"] = f"{share:.1%}, {seconds:.1f} s in all"
     table = Table(title="Summary", show_header=False, title_justify="left")
     table.add_column(overflow="fold")
     table.add_column(overflow="fold")
