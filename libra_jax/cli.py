@@ -1,7 +1,7 @@
-"""The `libra` command: `libra train CONFIG`, `libra preflight CONFIG`, `libra inspect PATH`.
+"""The `libra` command: `libra train CONFIG`, `libra preflight CONFIG`, `libra prepare INPUT...`, `libra inspect PATH`.
 
-Each command imports what it needs when it runs: help and `inspect` never wait for JAX. A mistake of the user's is
-answered by one message on stderr and exit status 2, a run that could not go on by status 1, Ctrl-C by 130.
+Each command imports what it needs when it runs: help, `prepare` and `inspect` never wait for JAX. A mistake of the
+user's is answered by one message on stderr and exit status 2, a run that could not go on by status 1, Ctrl-C by 130.
 """
 
 from __future__ import annotations
@@ -150,9 +150,39 @@ def inspect(args: list[str]) -> int:
         return _complain(error, 2)
 
 
+def prepare(args: list[str]) -> int:
+    import dataclasses
+    from inspect import cleandoc
+    from typing import Annotated
+
+    import tyro
+
+    from libra_jax.data import prepare as command
+
+    about_inputs = tyro.conf.arg(
+        metavar="INPUT...",
+        help="JSONL, Parquet and text files, packed (.gz, .zst) or not, and folders of them.",
+        help_behavior_hint="(at least one)",
+    )
+    inputs = Annotated[tuple[Path, ...], tyro.conf.Positional, about_inputs]
+    options = Annotated[command.PrepareOptions, tyro.conf.arg(name="")]
+    both = dataclasses.make_dataclass("prepare", [("inputs", inputs), ("options", options)])
+    description = cleandoc(command.PrepareOptions.__doc__ or "")
+    asked = tyro.cli(both, args=args, prog=f"{program()} prepare", description=description)
+    try:
+        return command.run(asked.inputs, asked.options)
+    except (ValueError, OSError) as error:
+        return _complain(error, 2)
+    except command.PrepareStopped as error:
+        return _complain(error, 1)
+    except KeyboardInterrupt:
+        return _complain(f"stopped by the user; to go on: {program()} prepare {shlex.join(args)}", 130)
+
+
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "train": ("train a model, or go on with a run that stopped", train),
     "preflight": ("say what a training step will need on a cluster, without one", preflight),
+    "prepare": ("tokenise text once, for training at any sequence length", prepare),
     "inspect": ("show how skewed a corpus is, and what that costs", inspect),
 }
 

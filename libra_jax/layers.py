@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from flax.nnx.nn.linear import default_kernel_init
 from jax.core import Tracer
@@ -28,6 +27,7 @@ from libra_kernels import Launch
 
 from libra_jax.attention import libra_attention
 from libra_jax.plan import Plan, PlanTables
+from libra_jax.rope import YaRN, rotary
 from libra_jax.spec import PoolSpec, spec_differences
 
 _CONSTANT_PLANS_BEFORE_WARNING = 4
@@ -202,7 +202,7 @@ class AttentionFn:
         if input_positions is not None:
             raise ValueError(
                 "input_positions was passed: attention_fn does not rotate queries and keys. Apply RoPE to them before "
-                "(libra_jax.layers.rotary), in a function that then calls this one, or use LibraAttention"
+                "(libra_jax.rope.rotary), in a function that then calls this one, or use LibraAttention"
             )
         if qk_attn_weights_einsum is not None or attn_weights_value_einsum is not None:
             raise ValueError("an einsum of its own was passed (qk_attn_weights_einsum_cls): attention_fn has no einsum")
@@ -270,26 +270,12 @@ class RMSNorm(nnx.Module):
         return (wide * scale).astype(x.dtype)
 
 
-def rotary(x: Float[Array, "N S H D"], positions: Int[Array, "N S"], theta: float) -> Float[Array, "N S H D"]:
-    """Rotary position embedding (arXiv 2104.09864) in the rotate-half convention of Llama and Qwen; D must be even.
-
-    Element i < D/2 is paired with element i + D/2 and the pair turned by positions * theta ** (-2 i / D). Angles and
-    products are float32; x keeps its dtype.
-    """
-    half = x.shape[-1] // 2
-    frequency = np.asarray(theta ** (-np.arange(half, dtype=np.float64) / half), np.float32)
-    angle = positions.astype(jnp.float32)[:, :, None, None] * frequency[None, None, None, :]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    low, high = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
-
-
 class LibraAttention(nnx.Module):
     """Qwen3's self-attention, pooled: projections without bias, RMSNorm over each query and key head, RoPE, output.
 
     features: width of x and of the result.
     spec: heads, head widths, sequence and pool. mesh: with axes "pool", "dp" and "cp".
-    rope_theta: base of the rotary frequencies. norm_epsilon: of both norms.
+    rope_theta: base of the rotary frequencies; rope_scaling: for longer contexts. norm_epsilon: of both norms.
     dtype: type of the computation; None: spec.dtype. param_dtype: type of the parameters.
     kernel_metadata: of the query, key and value kernels, (features, heads, width); out_kernel_metadata: of the output
         kernel (heads, width, features); norm_metadata: of the norms' scales (width,). A key `out_sharding` with a
@@ -304,6 +290,7 @@ class LibraAttention(nnx.Module):
         mesh: jax.sharding.Mesh,
         *,
         rope_theta: float = 1e6,
+        rope_scaling: YaRN | None = None,
         norm_epsilon: float = 1e-6,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
@@ -320,7 +307,7 @@ class LibraAttention(nnx.Module):
     ):
         if spec.head_dim % 2:
             raise ValueError(f"head_dim ({spec.head_dim}) must be even: RoPE turns pairs of elements")
-        self.features, self.rope_theta = features, rope_theta
+        self.features, self.rope_theta, self.rope_scaling = features, rope_theta, rope_scaling
         self.dtype = jnp.dtype(spec.dtype if dtype is None else dtype)
         self.attention_fn = attention_fn(
             spec, mesh, scale=scale, soft_cap=soft_cap, implementation=implementation, transport=transport,
@@ -355,8 +342,8 @@ class LibraAttention(nnx.Module):
             raise ValueError(f"positions {positions.shape} must have x's sequences and tokens {x.shape[:2]}")
         if not jnp.issubdtype(positions.dtype, jnp.integer):
             raise ValueError(f"positions ({positions.dtype}) must be whole numbers")
-        q = rotary(self.q_norm(self.q_proj(x)), positions, self.rope_theta)
-        k = rotary(self.k_norm(self.k_proj(x)), positions, self.rope_theta)
+        q = rotary(self.q_norm(self.q_proj(x)), positions, self.rope_theta, self.rope_scaling)
+        k = rotary(self.k_norm(self.k_proj(x)), positions, self.rope_theta, self.rope_scaling)
         v = self.v_proj(x)
         plans = current_plans(self.attention_fn.spec) if plans is None else plans
         return self.o_proj(self.attention_fn.attend(q, k, v, plans))

@@ -72,15 +72,16 @@ def attention(pools: int, dp: int, cp: int, node: int | None = None) -> dict[str
 
 def step(pools: int, dp: int, cp: int) -> dict[str, jax.Array]:
     """Losses, gradient norms and weights of a few optimizer steps of the trainer, each in pools of `dp` or of twice as
-    many sequences: every process makes its own batches, and so its own choices."""
+    many sequences: every process makes the rows of its own devices, and its own choices."""
     import jax.numpy as jnp
     from data_base import batches_of, dealt
     from jax.sharding import NamedSharding, PartitionSpec
     from train_base import FAST_LINKS, TINY
 
     from libra_jax.data import DataConfig
+    from libra_jax.data.batches import check_step
     from libra_jax.train.config import AttentionConfig, MeshConfig, OptimizerConfig, TrainConfig
-    from libra_jax.train.mesh import make_mesh, place_batch
+    from libra_jax.train.mesh import local_rows, make_mesh, place_batch
     from libra_jax.train.step import compile_program, plan_state
 
     config = TrainConfig(
@@ -94,19 +95,23 @@ def step(pools: int, dp: int, cp: int) -> dict[str, jax.Array]:
     )
     mesh = make_mesh(config.mesh)
     lengths = np.random.default_rng(1).choice([40, 24, 64, 3, 3, 3, 3], 40)
-    batches = batches_of(lengths, config.spec, config.pool_sizes, dealt, pools=pools)
+    batches = batches_of(lengths, config.spec, config.pool_sizes, dealt, local_rows(mesh), pools=pools)
     blueprint = plan_state(config, mesh)
     programs = {size: compile_program(config, mesh, blueprint, size) for size in config.mesh.sizes}
     state, results, sizes = blueprint.init(), {}, []
     for number in range(4):
         batch = batches[number]
+        check_step(batch)
+        assert batch["tokens"].shape[1] == pools * dp // jax.process_count()
         arrays = {
             "tokens": batch["tokens"] % TINY.vocab_size,
             "targets": np.where(batch["targets"] < 0, -1, batch["targets"] % TINY.vocab_size),
             "positions": batch["positions"],
         }
         program = programs[batch["pool_size"]]
-        state, numbers = program.run(state, *place_batch(program.mesh, arrays, batch["plans"]))
+        state, numbers = program.run(
+            state, *place_batch(program.mesh, arrays, batch["plans"], batch["rows"], batch["pool_numbers"])
+        )
         results |= {f"{name}{number}": numbers[name] for name in ("loss", "grad_norm")}
         sizes.append(batch["pool_size"])
     everywhere = NamedSharding(mesh, PartitionSpec())

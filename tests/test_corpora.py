@@ -9,7 +9,7 @@ import tokenizers
 from data_base import small_spec, take, write
 
 from libra_jax.cli import main as libra
-from libra_jax.data import DataConfig, open_batches, open_corpora, open_step_batches
+from libra_jax.data import DataConfig, PackedDocuments, open_batches, open_corpora, open_step_batches
 from libra_jax.data.documents import END_OF_DOCUMENT, encode
 
 TEXTS = [f"text number {i}: {'long ' * (i * 7 % 23)}" for i in range(60)]
@@ -81,6 +81,22 @@ def test_a_corpus_of_any_kind_goes_on_where_it_was(tmp_path, kind):
     for a, b in zip(whole[2:], take(rest, 3), strict=True):
         np.testing.assert_array_equal(a["tokens"], b["tokens"])
     rest.close()
+
+
+def test_a_prepared_folder_brings_the_numbers_of_its_packed_sequences(tmp_path, monkeypatch):
+    """Nothing is counted at the usual lengths and settings; elsewhere it is, and kept in the run's folder."""
+    config = DataConfig(paths=(prepared_folder(tmp_path),))
+    expected = len(open_corpora(config, 512)[0].packed)
+    counted = []
+    monkeypatch.setattr(PackedDocuments, "_count", lambda self: counted.append(1) or np.array([expected]))
+    for seq_len in (2**15, 2**17, 2**18, 2**20):
+        assert len(open_corpora(config, seq_len)[0].packed) == 1
+    assert not counted
+    for seed in (1, 1, 2):
+        open_corpora(config, 2**15, seed=seed, index_folder=tmp_path / "run")
+    assert len(counted) == 2
+    assert len(open_corpora(config, 512, index_folder=tmp_path / "run")[0].packed) == expected
+    assert len(counted) == 3
 
 
 def test_kinds_are_told_apart_by_what_lies_there(tmp_path):

@@ -1,6 +1,10 @@
 """Many hosts, worker processes, another pool size: everybody finds the same steps, without a word to one another."""
 
 import json
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import grain
 import numpy as np
@@ -91,6 +95,29 @@ def test_worker_processes_change_nothing_and_any_number_goes_on():
             np.testing.assert_array_equal(table, tables_of(whole["plans"])[name])
         assert mine["plans"].spec == whole["plans"].spec
         assert [s.work.tolist() for s in mine["stats"]] == [s.work.tolist() for s in whole["stats"]]
+
+
+def test_workers_do_not_outlive_a_run_that_was_killed():
+    """kill -9 of the process alone, whose workers wait for what it hands them."""
+    program = (
+        "import sys, time; sys.path.insert(0, sys.argv[1])\n"
+        "from test_hosts import BatchIterator, batches_of, small_spec\n"
+        "if __name__ == '__main__':\n"
+        "    iterator = BatchIterator(batches_of([30] * 9, small_spec(pool_size=1)), workers=1)\n"
+        "    next(iterator); print('ready', flush=True); time.sleep(600)\n"
+    )
+    command = [sys.executable, "-c", program, str(Path(__file__).parent)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    threads = Path(f"/proc/{process.pid}/task").glob("*/children")
+    children = [child for thread in threads for child in thread.read_text().split()]
+    assert children
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{child}").exists() for child in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [child for child in children if Path(f"/proc/{child}").exists()]
 
 
 def test_what_a_worker_raises_reaches_the_run():

@@ -26,7 +26,7 @@ from layers_base import (
 from operator_base import make_mesh, make_plans
 
 from libra_jax.attention import SEQUENCE_SPEC
-from libra_jax.layers import LibraAttention, RMSNorm, rotary, use_plan
+from libra_jax.layers import LibraAttention, RMSNorm, use_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:use_plan was entered with")  # many small plans in one process
 
@@ -39,34 +39,6 @@ def test_rms_norm_is_flax_rms_norm():
     low = norm(x.astype(jnp.bfloat16))
     assert low.dtype == jnp.bfloat16
     np.testing.assert_allclose(low.astype(jnp.float32), norm(x), atol=0.03)
-
-
-def test_rotary_is_flax_rope_document_by_document():
-    x = jnp.asarray(np.random.default_rng(8).standard_normal((2, S, 3, 8)), jnp.float32)
-    ids = oracle.segments(LENGTHS, S)
-    got = rotary(x, jnp.asarray(oracle.restarting_positions(ids)), theta=1000.0)
-    rope = nnx.RoPE(theta=1000.0)
-    for n, lengths in enumerate(LENGTHS):
-        start = 0
-        for length in lengths:
-            want = jax.vmap(rope, in_axes=-2, out_axes=-2)(x[n, start : start + length])
-            np.testing.assert_allclose(got[n, start : start + length], want, atol=1e-5)
-            start += length
-
-
-def test_rotary_turns_in_float32_whatever_the_type():
-    x = jnp.asarray(np.random.default_rng(9).standard_normal((1, 4, 1, 64)), jnp.bfloat16)
-    positions = jnp.array([[0, 4097, 131071, 262143]], jnp.int32)
-    exact = rotary(x.astype(jnp.float32), positions, 1e6)
-    assert rotary(x, positions, 1e6).dtype == jnp.bfloat16
-    np.testing.assert_allclose(rotary(x, positions, 1e6).astype(jnp.float32), exact, atol=0.02)
-    half = np.arange(32, dtype=np.float64)
-    angle = np.asarray(positions, np.float64)[0, :, None] * 1e6 ** (-half / 32)
-    low, high = np.asarray(x, np.float64)[0, :, 0, :32], np.asarray(x, np.float64)[0, :, 0, 32:]
-    turned = np.concatenate(
-        [low * np.cos(angle) - high * np.sin(angle), high * np.cos(angle) + low * np.sin(angle)], -1
-    )
-    np.testing.assert_allclose(exact[0, :, 0], turned, atol=0.06)  # float32 angles of 2.6e5 resolve 0.016
 
 
 def from_flax_parts(layer: LibraAttention, x, positions, lengths, theta):

@@ -27,6 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 from train_base import FAST_LINKS, TINY, Packed, pack, tiny_spec
 
+from libra_jax.cli import main as libra
 from libra_jax.data import VOCAB_SIZE, DataConfig, open_batches
 from libra_jax.models.vocabulary import cross_entropy_sum
 from libra_jax.train import loop
@@ -471,12 +472,14 @@ def test_a_run_folder_that_cannot_be_held_is_refused(folder: Path) -> None:
 
 
 def killed_config(folder: Path, name: str) -> TrainConfig:
-    """Every step chooses between two pool sizes."""
-    return run_config(folder, name, steps=40, mesh=TWO_SIZES)
+    """Every step chooses between two pool sizes; data come from a prepared folder, read ahead in a worker process."""
+    data = DataConfig(paths=(str(folder / "prepared"),), workers=1, held_out=0.05)
+    return run_config(folder, name, steps=40, mesh=TWO_SIZES, data=data)
 
 
 def test_a_run_killed_at_any_moment_goes_on_and_ends_with_the_same_curve(folder: Path) -> None:
-    """kill -9 from outside, then the same command again; against a run in this process that was left alone."""
+    """kill -9 from outside, three times, and the same command again; against a run that was left alone."""
+    assert libra(["prepare", str(folder / "text"), "--tokenizer", "bytes", "--out", str(folder / "prepared")]) == 0
     config_file = folder / "killed.py"
     config_file.write_text(
         f'"""A test."""\nimport sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n'
@@ -489,12 +492,13 @@ def test_a_run_killed_at_any_moment_goes_on_and_ends_with_the_same_curve(folder:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     curve = folder / "killed" / "metrics.jsonl"
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while process.poll() is None and not (curve.exists() and curve.read_text().count("\n") >= 5):
-        time.sleep(0.005)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
-    assert 5 <= curve.read_text().count("\n") < 40
+    for steps in (5, 13, 20):
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and not (curve.exists() and curve.read_text().count("\n") >= steps):
+            time.sleep(0.005)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
+        assert steps <= curve.read_text().count("\n") < 40
 
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

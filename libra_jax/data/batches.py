@@ -20,6 +20,7 @@ import numpy as np
 
 from libra_jax.data.config import DataConfig
 from libra_jax.data.corpora import Corpus, open_corpora
+from libra_jax.data.orphans import end_with_parent
 from libra_jax.data.pool_size import Planner, PoolSizes, plan_step
 from libra_jax.data.sampler import EMPTY, PoolSampler
 from libra_jax.plan import check_batch
@@ -246,7 +247,8 @@ class BatchIterator(grain.DatasetIterator):
             if self._workers:
                 _parse_absl_flags()
                 buffer = max(1, -(-self._prefetch // self._workers))
-                dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(self._workers, buffer))
+                options = grain.MultiprocessingOptions(self._workers, buffer)
+                dataset = dataset.mp_prefetch(options, worker_init_fn=end_with_parent)
             self._source = iter(dataset)
         return self._source
 

@@ -12,7 +12,9 @@ from pathlib import Path
 
 from libra_jax.data.config import DataConfig
 from libra_jax.data.documents import TextDocuments
+from libra_jax.data.megatron import MegatronDocuments
 from libra_jax.data.packing import PackedDocuments
+from libra_jax.data.prepared import MANIFEST, PreparedDocuments, packing_index
 from libra_jax.data.sources import Documents
 
 
@@ -69,6 +71,7 @@ def open_corpora(
                 held_out=config.held_out,
                 split=split,
                 index=None if index_folder is None else Path(index_folder, f"{split}-{number}.npz"),
+                ready=packing_index(name, seq_len),
             )
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
@@ -93,13 +96,9 @@ def _open_documents(config: DataConfig) -> dict[str, Documents]:
 
 def _stored(path: str) -> Documents | None:
     """Documents that are tokens already; None where a path is not such."""
-    if Path(path, "manifest.json").is_file():
-        from libra_jax.data.prepared import PreparedDocuments
-
+    if Path(path, MANIFEST).is_file():
         return PreparedDocuments.open(path)
     prefix = path.removesuffix(".idx").removesuffix(".bin")
     if Path(f"{prefix}.idx").is_file() or (prefix != path and not Path(path).is_file()):
-        from libra_jax.data.megatron import MegatronDocuments
-
         return MegatronDocuments.open(prefix)
     return None
