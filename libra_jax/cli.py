@@ -179,10 +179,64 @@ def prepare(args: list[str]) -> int:
         return _complain(f"stopped by the user; to go on: {program()} prepare {shlex.join(args)}", 130)
 
 
+def import_weights(args: list[str]) -> int:
+    from typing import Annotated
+
+    import tyro
+
+    about = "Model folder as Hugging Face has it: config.json, safetensors files, tokenizer."
+    folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER", help=about)]
+    asked, config = _with_config("import", "Make a model's weights step 0 of a run.", args, [("folder", folder)])
+
+    from libra_jax.train import weights_command
+
+    return _weights(lambda console: weights_command.import_weights(asked.folder, config, console))
+
+
+def export_weights(args: list[str]) -> int:
+    from typing import Annotated
+
+    import tyro
+
+    from libra_jax.train import weights_command
+
+    run_dir = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR", help="Folder of the run.")]
+    options = Annotated[weights_command.ExportOptions, tyro.conf.arg(name="")]
+    fields = [("run_dir", run_dir), ("options", options)]
+    asked, config = _with_config("export", "Write a checkpoint as a Hugging Face folder.", args, fields)
+    return _weights(lambda console: weights_command.export_weights(asked.run_dir, asked.options, config, console))
+
+
+def _with_config(command: str, what: str, args: list[str], fields: list[Any]) -> tuple[Any, TrainConfig]:
+    """The command's own arguments, and the config that --config names with what else there is as overrides."""
+    import dataclasses
+    from typing import Annotated
+
+    import tyro
+
+    about = "A name in ./configs, or a path. Its fields can be overridden: --run-dir PATH, say."
+    both = dataclasses.make_dataclass(command, [*fields, ("config", Annotated[str, tyro.conf.arg(help=about)])])
+    prog = f"{program()} {command}"
+    asked, overrides = tyro.cli(both, args=args, prog=prog, description=what, return_unknown_args=True)
+    return asked, override(load_config(asked.config), overrides, prog=f"{prog} ... --config {asked.config}")
+
+
+def _weights(run: Callable[[Any], None]) -> int:
+    from rich.console import Console
+
+    try:
+        run(Console(highlight=False))
+    except (ValueError, OSError) as error:
+        return _complain(error, 2)
+    return 0
+
+
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "train": ("train a model, or go on with a run that stopped", train),
     "preflight": ("say what a training step will need on a cluster, without one", preflight),
     "prepare": ("tokenise text once, for training at any sequence length", prepare),
+    "import": ("start a run from the weights of a Hugging Face folder", import_weights),
+    "export": ("write a run's weights as a Hugging Face folder", export_weights),
     "inspect": ("show how skewed a corpus is, and what that costs", inspect),
 }
 
@@ -255,7 +309,7 @@ def override(config: TrainConfig, args: list[str], prog: str) -> TrainConfig:
     from libra_jax.train.config import TrainConfig
 
     try:
-        return tyro.cli(TrainConfig, default=config, args=args, prog=prog)
+        return tyro.cli(TrainConfig, default=config, args=args, prog=prog, config=(tyro.conf.AvoidSubcommands,))
     except ValueError as error:
         raise UsageError(error) from error
 

@@ -4,7 +4,8 @@ a dense mixture in float64, in which every token goes through every expert."""
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from libra_jax.models.moe import MoEConfig, Statistics, expert_spec, load_balanc
 
 SEQUENCES, TOKENS, WIDTH, INNER = 4, 16, 8, 6
 BALANCE = 3.0
-"""Weight of the load-balancing loss in the tests' loss: large enough to be seen."""
+"""Weight of the load-balancing loss in gradients: large enough to be seen."""
 
 
 class Layer(NamedTuple):
@@ -28,93 +29,102 @@ class Layer(NamedTuple):
     x: Any
     real: Any
     router: Any
-    experts: Experts
+    experts: Any
     cotangent: Any
 
 
 class Outcome(NamedTuple):
-    """The loss sum(out * cotangent) + BALANCE * load-balancing loss, output, statistics, and gradients by name."""
+    """Output, load-balancing loss, statistics; by name, the gradients of sum(out * cotangent) + BALANCE * that loss."""
 
-    loss: Any
     out: Any
+    balance: Any
     statistics: Statistics
     gradients: dict[str, Any]
 
 
-def random_layer(config: MoEConfig, seed: int, lengths: tuple[int, ...] = (16, 9, 0, 13), whole: bool = False) -> Layer:
+def experts_of(weights: Iterable[Any]) -> Experts:
+    """gate, up and down, of whatever kind: arrays of NumPy, shapes, specs."""
+    return Experts(*cast(list[jax.Array], list(weights)))
+
+
+def random_layer(
+    config: MoEConfig, seed: int, lengths: tuple[int, ...] = (16, 9, 0, 13), whole: bool = False, width: int = WIDTH
+) -> Layer:
     """whole: numbers of the router's product are whole and small, so that logits are exact and often equal."""
     rng = np.random.default_rng(seed)
-    number = config.num_experts, WIDTH, config.intermediate_size
-    x, router = rng.standard_normal((len(lengths), TOKENS, WIDTH)), rng.standard_normal((WIDTH, number[0]))
+    number = config.num_experts, width, config.intermediate_size
+    x, router = rng.standard_normal((len(lengths), TOKENS, width)), rng.standard_normal((width, number[0]))
     if whole:
         x, router = rng.integers(-1, 2, x.shape), rng.integers(-1, 2, router.shape)
-    weights = (0.5 * rng.standard_normal(shape) for shape in (number, number, (number[0], number[2], WIDTH)))
+    weights = (0.5 * rng.standard_normal(shape) for shape in (number, number, (number[0], number[2], width)))
     real = np.arange(TOKENS)[None] < np.array(lengths)[:, None]
-    layer = Layer(x, real, router, Experts(*weights), rng.standard_normal(x.shape))
+    layer = Layer(x, real, router, experts_of(weights), rng.standard_normal(x.shape))
     return jax.tree.map(lambda a: a if a.dtype == bool else a.astype(np.float32), layer)
 
 
-@functools.cache
-def compiled(config: MoEConfig, mesh_shape: tuple[int, int, int], dtype: str = "float32", transport: str | None = None):
-    """(layer) -> Outcome on a mesh of CPU devices."""
-    mesh = make_mesh(*mesh_shape)
+def compiled(
+    config: MoEConfig, mesh_shape: tuple[int, int, int], dtype: str = "float32", transport: str | None = None
+) -> Callable[[Layer], Outcome]:
+    """The layer on a mesh of CPU devices. x is handed over in dtype; everything comes back on the host."""
+    return _compiled(config, mesh_shape, dtype, transport)
 
-    def loss(x: Any, router: Any, experts: Experts, layer: Layer) -> Any:
-        out, statistics = mixture_of_experts(
-            x.astype(dtype), layer.real, router, experts, config, mesh, transport=transport
-        )
-        # Padding's cotangent is used as it is, so that what is wrong with it arrives.
-        value = jnp.sum(jnp.where(layer.real[..., None], out.astype(jnp.float32) * layer.cotangent, 0))
-        return value + BALANCE * load_balancing_loss(statistics), (out, statistics)
+
+@functools.cache
+def _compiled(
+    config: MoEConfig, mesh_shape: tuple[int, int, int], dtype: str, transport: str | None
+) -> Callable[[Layer], Outcome]:
+    mesh = make_mesh(*mesh_shape)
 
     @jax.jit
     def both(layer: Layer) -> Outcome:
-        call = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
-        (value, (out, statistics)), (x, router, experts) = call(layer.x, layer.router, layer.experts, layer)
-        return Outcome(value, out, statistics, {"x": x, "router": router, **experts._asdict()})
+        def values(x: Any, router: Any, experts: Experts) -> Any:
+            out, statistics = mixture_of_experts(x, layer.real, router, experts, config, mesh, transport=transport)
+            return (out, load_balancing_loss(statistics)), statistics
 
-    where = Layer(
-        SEQUENCE_SPEC, SEQUENCE_SPEC, spread_spec((WIDTH, config.num_experts), mesh.size),
-        Experts(*(expert_spec(s, config, mesh) for s in expert_shapes(config))), SEQUENCE_SPEC,
-    )  # fmt: skip
+        x = layer.x.astype(dtype)
+        (out, balance), pull, statistics = jax.vjp(values, x, layer.router, layer.experts, has_aux=True)
+        d_x, d_router, d_experts = pull((layer.cotangent.astype(dtype), jnp.float32(BALANCE)))
+        return Outcome(out, balance, statistics, {"x": d_x, "router": d_router, **d_experts._asdict()})
 
     def run(layer: Layer) -> Outcome:
+        where = Layer(
+            SEQUENCE_SPEC, SEQUENCE_SPEC, spread_spec(layer.router.shape, mesh.size),
+            jax.tree.map(lambda w: expert_spec(w.shape, config, mesh), layer.experts), SEQUENCE_SPEC,
+        )  # fmt: skip
         placed = jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(mesh, s)), layer, where)
         return jax.tree.map(np.asarray, both(placed))
 
     return run
 
 
-def expert_shapes(config: MoEConfig) -> list[tuple[int, int, int]]:
-    number, inner = config.num_experts, config.intermediate_size
-    return [(number, WIDTH, inner), (number, WIDTH, inner), (number, inner, WIDTH)]
-
-
 def dense(layer: Layer, config: MoEConfig) -> Outcome:
-    """Every token through every expert in float64, times its factor or 0. statistics: counts and probabilities of all
-    tokens, (E,), and their number."""
-    chosen = choices(layer, config)
+    """Every token through every expert in float64, times its factor or 0. statistics: (E,), (E,) and a number."""
+    with jax.enable_x64(True):
+        x = np.where(layer.real[..., None], layer.x, 0)
+        arguments = (x, layer.router, *layer.experts, np.where(layer.real[..., None], layer.cotangent, 0))
+        chosen = choices(layer, config)
+        return jax.tree.map(np.asarray, _dense(*(a.astype(np.float64) for a in arguments), layer.real, chosen))
 
-    def loss(x: Any, router: Any, gate: Any, up: Any, down: Any) -> Any:
+
+@jax.jit
+def _dense(x: Any, router: Any, gate: Any, up: Any, down: Any, cotangent: Any, real: Any, chosen: Any) -> Outcome:
+    def values(x: Any, router: Any, gate: Any, up: Any, down: Any) -> Any:
         probabilities = jax.nn.softmax(jnp.einsum("nsd,de->nse", x, router), axis=-1)
         factors = jnp.where(chosen, probabilities, 0.0)
-        factors = factors / jnp.maximum(factors.sum(-1, keepdims=True), 1e-300)
+        factors = factors / jnp.where(real, factors.sum(-1), 1.0)[..., None]
         opened = jnp.einsum("nsd,edf->nsef", x, gate)
         hidden = opened / (1 + jnp.exp(-opened)) * jnp.einsum("nsd,edf->nsef", x, up)
         out = jnp.einsum("nsef,efd,nse->nsd", hidden, down, factors)
-        counts, tokens = chosen.sum((0, 1)).astype(np.float64), max(int(layer.real.sum()), 1)
-        sums = jnp.where(layer.real[..., None], probabilities, 0.0).sum((0, 1))
-        balance = config.num_experts * jnp.sum(counts / tokens * sums / tokens)
-        value = jnp.sum(out * np.where(layer.real[..., None], layer.cotangent, 0.0).astype(np.float64))
-        return value + BALANCE * balance, (out, Statistics(counts, sums, int(layer.real.sum())))
+        counts, tokens = chosen.sum((0, 1)).astype(jnp.float64), jnp.maximum(real.sum(), 1).astype(jnp.float64)
+        sums = jnp.where(real[..., None], probabilities, 0.0).sum((0, 1))
+        balance = router.shape[1] * jnp.sum(counts / tokens * sums / tokens)
+        return (out, balance), Statistics(counts, sums, real.sum())
 
-    with jax.enable_x64(True):
-        x = np.where(layer.real[..., None], layer.x, 0)
-        weights = (jnp.asarray(a, jnp.float64) for a in (x, layer.router, *layer.experts))
-        (value, (out, sums)), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3, 4), has_aux=True))(*weights)
-        names = "x", "router", "gate", "up", "down"
-        gradients = {name: np.asarray(g) for name, g in zip(names, gradients, strict=True)}
-        return Outcome(float(value), np.asarray(out), jax.tree.map(np.asarray, sums), gradients)
+    (out, balance), pull, sums = jax.vjp(values, x, router, gate, up, down, has_aux=True)
+    gradients: dict[str, Any] = dict(
+        zip(("x", "router", "gate", "up", "down"), pull((cotangent, jnp.float64(BALANCE))), strict=True)
+    )
+    return Outcome(out, balance, sums, gradients)
 
 
 def choices(layer: Layer, config: MoEConfig) -> np.ndarray:
@@ -125,9 +135,13 @@ def choices(layer: Layer, config: MoEConfig) -> np.ndarray:
 
 
 def assert_close(got: Outcome, want: Outcome, tolerance: float = 2e-5) -> None:
-    """Every array within tolerance of the largest number in it."""
-    np.testing.assert_allclose(got.loss, want.loss, rtol=tolerance, atol=tolerance)
+    """Output, loss and gradients within tolerance of the largest number in each; counts equal."""
+    np.testing.assert_allclose(got.balance, want.balance, rtol=tolerance, atol=tolerance)
     pairs = {"out": (got.out, want.out)} | {name: (got.gradients[name], g) for name, g in want.gradients.items()}
     for name, (a, b) in pairs.items():
-        atol = tolerance * max(np.abs(b).max(), 1e-3)
+        atol = tolerance * max(np.abs(b).max(), 1.0)
         np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=0, atol=atol, err_msg=name)
+    sums = [np.asarray(s).sum((0, 1, 2)) for s in got.statistics]
+    np.testing.assert_array_equal(sums[0], want.statistics.counts)
+    np.testing.assert_allclose(sums[1], want.statistics.probabilities, rtol=tolerance, atol=tolerance)
+    assert sums[2] == want.statistics.tokens

@@ -4,7 +4,7 @@ it is hidden in a function. The layers, each seeing only those before it:
     spec, links, intervals, workload, placement, assignments, planner,
     routing, tables, table_checks, modelled, memory, plan           host side: NumPy only, never jax
     hlo, schedule                                                   text of compiled programs: nothing but Python
-    targets, processes, exchange, relays, waves, attention, layers  device side
+    targets, processes, exchange, relays, waves, attention, rope, layers  device side
     data (host side only), models, train, preflight, cli
 
 `libra_kernels` stands alone on jax. Nothing that ships imports benchmarks, tests or configs.
@@ -39,7 +39,7 @@ HOST = [
     "plan",
 ]
 TEXT = ["hlo", "schedule"]
-DEVICE = ["targets", "processes", "exchange", "relays", "waves", "attention", "layers"]
+DEVICE = ["targets", "processes", "exchange", "relays", "waves", "attention", "rope", "layers"]
 
 # layer: (layers of libra_jax that it may import beside itself, what it may import from outside beside the standard
 # library). A module of a layer that is not listed here fails the first test: give it a place.
@@ -53,7 +53,7 @@ LAYERS: dict[str, tuple[list[str], set[str]]] = {
     "data": (HOST, {"numpy", "grain", "absl", "array_record", "pyarrow", "tokenizers", "rich"}),
     "plots": ([], {"numpy", "matplotlib"}),
     "inspect_corpus": ([*HOST, "data", "plots"], {"numpy", "rich"}),
-    "models": (HOST + DEVICE, {"numpy", "jax", "jaxtyping", "flax", "libra_kernels"}),
+    "models": (HOST + DEVICE, {"numpy", "jax", "jaxtyping", "flax", "libra_kernels", "safetensors"}),
     "train": (
         [*HOST, *TEXT, *DEVICE, "data", "plots", "models"],
         {"numpy", "jax", "jaxtyping", "flax", "optax", "orbax", "grain", "rich"},

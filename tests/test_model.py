@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from train_base import TINY, Packed, pack, qwen3_logits, tiny_spec
+from train_base import TINY, TINY_MOE, Packed, pack, qwen3_logits, tiny_spec
 
-from libra_jax.models.qwen3 import Qwen3, Qwen3Config
+from libra_jax.models.qwen3 import QWEN3_0_6B, QWEN3_8B, QWEN3_30B_A3B, QWEN3_235B_A22B, Qwen3, Qwen3Config
 from libra_jax.models.vocabulary import cross_entropy_sum
 from libra_jax.spec import PoolSpec
 from libra_jax.train.config import MeshConfig
@@ -51,9 +51,13 @@ def batch_of(spec: PoolSpec, seed: int = 1) -> Packed:
     return pack(LENGTHS, tokens, spec)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_logits_of_packed_sequences_equal_those_of_each_document_alone(tied: bool) -> None:
-    config, spec = dataclasses.replace(TINY, tied_embeddings=tied), tiny_spec()
+@pytest.mark.parametrize(
+    "config",
+    [TINY, dataclasses.replace(TINY, tied_embeddings=True), TINY_MOE],
+    ids=["untied", "tied", "mixture of experts"],
+)
+def test_logits_of_packed_sequences_equal_those_of_each_document_alone(config: Qwen3Config) -> None:
+    spec = tiny_spec()
     mesh = make_mesh(MeshConfig(2, 2, 2))
     graph, params = random_params(config, spec, mesh)
     batch = batch_of(spec)
@@ -120,10 +124,12 @@ def test_what_a_layer_keeps_for_the_backward_pass_changes_no_gradient() -> None:
 @pytest.mark.parametrize(
     ("published", "config"),
     [
-        (596_049_920, Qwen3Config(151936, 1024, 3072, 28, 16, 8, tied_embeddings=True)),
-        (8_190_735_360, Qwen3Config(151936, 4096, 12288, 36, 32, 8)),
+        (596_049_920, QWEN3_0_6B),
+        (8_190_735_360, QWEN3_8B),
+        (30_532_122_624, QWEN3_30B_A3B),
+        (235_093_634_560, QWEN3_235B_A22B),
     ],
-    ids=["0.6B", "8B"],
+    ids=["0.6B", "8B", "30B-A3B", "235B-A22B"],
 )
 def test_parameter_counts_are_the_published_ones(published: int, config: Qwen3Config) -> None:
     spec = PoolSpec(4096, 1, 1, config.num_heads, config.num_kv_heads, config.head_dim)
@@ -141,11 +147,11 @@ def test_loss_sum_is_that_of_a_plain_softmax_over_the_tokens_that_have_a_target(
     shares /= shares.sum(-1, keepdims=True)
     rows, columns = np.nonzero(targets >= 0)
     expected = -np.log(shares[rows, columns, targets[rows, columns]]).sum()
-    loss, number = cross_entropy_sum(jnp.asarray(logits), jnp.asarray(targets))
+    loss, _, number = cross_entropy_sum(jnp.asarray(logits), jnp.asarray(targets))
     assert float(loss) == pytest.approx(expected, rel=1e-6) and int(number) == len(rows)
 
     none = jnp.full((3, 7), -1)
-    loss, number = cross_entropy_sum(jnp.asarray(logits), none)
+    loss, _, number = cross_entropy_sum(jnp.asarray(logits), none)
     gradient = jax.grad(lambda logits: cross_entropy_sum(logits, none)[0])(jnp.asarray(logits))
     assert float(loss) == 0 and int(number) == 0 and not np.asarray(gradient).any()
 
@@ -167,3 +173,27 @@ def test_a_model_and_a_pool_of_other_heads_are_refused() -> None:
     mesh = make_mesh(MeshConfig(2, 2, 2))
     with pytest.raises(ValueError, match=r"num_heads of the model \(4\) and of the pool spec \(8\) must be equal"):
         Qwen3(TINY, tiny_spec(num_heads=8), mesh, rngs=nnx.Rngs(0))
+
+
+def test_what_is_minimised_is_the_cross_entropy_with_the_weighted_rest() -> None:
+    """Of all tokens with a target: the z-loss from the logits themselves, the load balance from the routers' words."""
+    moe = dataclasses.replace(TINY_MOE.moe, balance_loss=0.25)
+    config, spec = dataclasses.replace(TINY_MOE, z_loss=0.5, moe=moe), tiny_spec()
+    mesh = make_mesh(MeshConfig(2, 2, 2))
+    graph, params = random_params(config, spec, mesh)
+    batch = batch_of(spec)
+    logits = run(graph, params, batch).astype(np.float64)
+    plans = jax.tree.map(lambda x: x[0], batch.plans)
+    arrays = batch.tokens[0], batch.targets[0], batch.positions[0]
+    call = jax.jit(lambda params, plans: nnx.merge(graph, params).loss_sum(*arrays, plans))
+    total, sums = call(params, plans)
+    has_target = batch.targets[0] >= 0
+    normal = np.log(np.exp(logits).sum(-1))
+    picked = np.take_along_axis(logits, np.maximum(batch.targets[0], 0)[..., None], -1)[..., 0]
+    number = has_target.sum()
+    assert int(sums["targets"]) == number
+    np.testing.assert_allclose(sums["loss"], (normal - picked)[has_target].sum(), rtol=1e-5)
+    np.testing.assert_allclose(sums["z_loss"], (normal**2)[has_target].sum(), rtol=1e-5)
+    balance = float(sums["balance_loss"]) / number
+    assert 2 <= balance <= 8  # experts_per_token if all are used alike, num_experts if always the same
+    np.testing.assert_allclose(total, sums["loss"] + 0.5 * sums["z_loss"] + 0.25 * sums["balance_loss"], rtol=1e-6)

@@ -121,6 +121,17 @@ def test_documents_come_in_an_order_that_follows_from_the_seed():
     assert documents_of(first) == documents_of(pickle.loads(pickle.dumps(first)))
 
 
+def test_lengths_in_a_file_are_not_sent_to_workers(tmp_path):
+    lengths = np.random.default_rng(0).integers(1, 200, 100_000).astype(np.uint32)
+    np.save(tmp_path / "lengths.npy", lengths)
+    mapped = np.load(tmp_path / "lengths.npy", mmap_mode="r")
+    for part, whole in ((mapped, lengths), (mapped[500:90_000], lengths[500:90_000])):
+        packed = PackedDocuments(part, 4096)
+        sent = pickle.dumps(packed)
+        assert len(sent) < len(pickle.dumps(PackedDocuments(whole, 4096))) - 0.99 * whole.nbytes
+        assert documents_of(pickle.loads(sent))[:50] == documents_of(PackedDocuments(whole, 4096))[:50]
+
+
 def test_held_out_documents_do_not_depend_on_the_seed():
     lengths = np.random.default_rng(0).integers(1, 50, 1000)
     held_out = [

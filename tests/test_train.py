@@ -25,10 +25,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
-from train_base import FAST_LINKS, TINY, Packed, pack, tiny_spec
+from train_base import FAST_LINKS, TINY, TINY_MOE, Packed, pack, tiny_spec
 
 from libra_jax.cli import main as libra
 from libra_jax.data import VOCAB_SIZE, DataConfig, open_batches
+from libra_jax.models.moe import MoEConfig
 from libra_jax.models.vocabulary import cross_entropy_sum
 from libra_jax.train import loop
 from libra_jax.train.checkpoint import Checkpoints
@@ -86,19 +87,21 @@ def test_loss_is_the_mean_over_the_targets_of_the_whole_step(micro_steps: int, p
         (logits.reshape(micro_steps, sequences, 8, 2), targets.reshape(micro_steps, sequences, 8)), rows
     )
 
-    def loss_sum(factor: jax.Array, micro_batch: Any) -> tuple[jax.Array, jax.Array]:
-        return cross_entropy_sum(micro_batch[0] * factor, micro_batch[1])
+    def loss_sum(factor: jax.Array, micro_batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        sums = cross_entropy_sum(micro_batch[0] * factor, micro_batch[1])
+        return sums.loss, {"loss": sums.loss, "targets": sums.targets}
 
     step = jax.jit(lambda factor, batch: mean_loss_and_gradients(loss_sum, factor, batch))
-    loss, gradient, number = step(jnp.float32(1), batch)
-    assert int(number) == 6
+    means, gradient = step(jnp.float32(1), batch)
+    loss = means["loss"]
+    assert int(means["targets"]) == 6
     assert float(loss) == pytest.approx(31 / 6, rel=1e-6)
     by_hand = (z * np.exp(z) / (1 + np.exp(z)))[has_target].sum() / 6  # d/df log(1 + exp(f z)) at f = 1
     assert float(gradient) == pytest.approx(by_hand, rel=1e-6)
 
     nothing = jax.device_put((batch[0], np.full(batch[1].shape, -1, np.int32)), rows)
-    loss, gradient, number = step(jnp.float32(1), nothing)
-    assert (float(loss), float(gradient), int(number)) == (0.0, 0.0, 0)
+    means, gradient = step(jnp.float32(1), nothing)
+    assert (float(means["loss"]), float(gradient), int(means["targets"])) == (0.0, 0.0, 0)
 
 
 def test_imbalance_is_the_time_that_micro_steps_take_over_what_even_work_would_take() -> None:
@@ -156,6 +159,25 @@ def test_loss_and_gradient_depend_neither_on_pool_size_nor_on_micro_steps() -> N
         assert int(state["step"]) == 3
 
 
+def test_experts_gathered_or_spread_over_pools_of_any_shape_give_one_curve() -> None:
+    model = {
+        experts: dataclasses.replace(TINY_MOE, moe=dataclasses.replace(TINY_MOE.moe, experts=experts))
+        for experts in ("gathered", "spread")
+    }
+    shapes = {
+        "gathered": config_of(2, 2, 2, micro_steps=2, model=model["gathered"]),
+        "spread over 4 ranks": config_of(2, 2, 2, micro_steps=2, model=model["spread"]),
+        "spread over 8 ranks": config_of(1, 4, 2, micro_steps=2, model=model["spread"]),
+        "spread over 2 ranks": config_of(4, 1, 2, micro_steps=2, model=model["spread"]),
+    }
+    results = {name: losses_of(config) for name, config in shapes.items()}
+    losses, norms, _ = results["gathered"]
+    assert losses[2] < losses[0]
+    for name, (other_losses, other_norms, _) in results.items():
+        np.testing.assert_allclose(other_losses, losses, rtol=2e-6, err_msg=name)
+        np.testing.assert_allclose(other_norms, norms, rtol=2e-5, err_msg=name)
+
+
 def test_parameters_and_optimizer_are_spread_over_all_ranks() -> None:
     config = config_of(2, 2, 2)
     blueprint = plan_state(config, make_mesh(config.mesh))
@@ -178,6 +200,10 @@ def test_learning_rate_warms_up_from_the_first_step_and_falls_to_its_final_share
         learning_rate(OptimizerConfig(warmup_steps=100), 60)
 
 
+MOE_SPREAD = dataclasses.replace(TINY, moe=MoEConfig(8, 2, 16, experts="spread"))
+MOE_OF_SIX = dataclasses.replace(TINY, moe=MoEConfig(6, 2, 16, experts="spread"))
+
+
 def test_a_mesh_that_does_not_fit_the_devices_is_refused_with_both_numbers() -> None:
     with pytest.raises(ValueError, match=r"2 \* 4 \* 2 = 16 devices, and there are 8 \(cpu\)"):
         make_mesh(MeshConfig(2, 4, 2))
@@ -195,6 +221,8 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused_with_both_numbers() -> 
             {"attention": AttentionConfig(block=8, ranks_per_node=2)},
             r"waves \(2\) must be at least 3 with ranks_per_node \(2\) in a pool of 4",
         ),
+        ({"model": MOE_OF_SIX}, r"num_experts \(6\) must be a multiple of .* \(2 \* 2 = 4\)"),
+        ({"model": MOE_SPREAD, "mesh": MeshConfig(2, 2, 2, (4,))}, r"mesh.pool_sizes \(4,\) with .*'spread'"),
         (
             {"mesh": MeshConfig(2, 2, 2, (4,)), "attention": AttentionConfig(block=8, ranks_per_node=4)},
             r"waves \(2\) must be at least 3 with ranks_per_node \(4\) in a pool of 8",

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from libra_jax.links import Links
+from libra_jax.models.moe import MoEConfig
 from libra_jax.models.qwen3 import Qwen3Config
 from libra_jax.plan import PlanTables, plan_pool, stack_plans
 from libra_jax.spec import PoolSpec
@@ -21,6 +22,8 @@ TINY = Qwen3Config(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
     rope_theta=10_000.0, compute_dtype="float32",
 )  # fmt: skip
+
+TINY_MOE = dataclasses.replace(TINY, moe=MoEConfig(num_experts=8, experts_per_token=2, intermediate_size=16))
 
 FAST_LINKS = Links(inside=1e15, inside_latency=0.0)
 """With these, and least_saving=0, tiny steps differ in what pool size is best for them."""
@@ -91,6 +94,9 @@ def qwen3_logits(params: dict[str, Any], tokens: np.ndarray, config: Qwen3Config
         turned = (x[..., :half] + 1j * x[..., half:]) * turn
         return np.concatenate([turned.real, turned.imag], -1)
 
+    def swiglu(y: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
+        return (y @ gate / (1 + np.exp(-(y @ gate))) * (y @ up)) @ down
+
     for n in range(config.num_layers):
         y = norm(x, weight("layers", "attention_norm", "scale", layer=n))
         q, k, v = (
@@ -106,8 +112,16 @@ def qwen3_logits(params: dict[str, Any], tokens: np.ndarray, config: Qwen3Config
         heads = np.einsum("hqk,khd->qhd", shares, v)
         x = x + np.einsum("thd,hdf->tf", heads, weight("layers", "attention", "o_proj", "kernel", layer=n))
         y = norm(x, weight("layers", "mlp_norm", "scale", layer=n))
-        gate = y @ weight("layers", "mlp", "gate", "kernel", layer=n)
-        up = y @ weight("layers", "mlp", "up", "kernel", layer=n)
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ weight("layers", "mlp", "down", "kernel", layer=n)
+        if config.moe is None:
+            x = x + swiglu(y, *(weight("layers", "mlp", part, "kernel", layer=n) for part in ("gate", "up", "down")))
+            continue
+        router = y @ weight("layers", "mlp", "router", "kernel", layer=n)
+        shares = np.exp(router - router.max(-1, keepdims=True))
+        chosen = np.argsort(-shares, axis=-1, kind="stable")[:, : config.moe.experts_per_token]
+        experts = [weight("layers", "mlp", part, layer=n) for part in ("gate", "up", "down")]
+        for token, numbers in enumerate(chosen):
+            factors = shares[token, numbers] / shares[token, numbers].sum()
+            for factor, expert in zip(factors, numbers, strict=True):
+                x[token] += factor * swiglu(y[token], *(part[expert] for part in experts))
     table = "embedding" if config.tied_embeddings else "head"
     return norm(x, weight("norm", "scale")) @ weight(table).T

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from libra_jax.data.bins import STRATEGIES, count_by_window, pack
+from libra_jax.data.sources import from_file, place_in_file
 from libra_jax.data.windows import Totals, deal_windows
 
 _SLACK = 4096
@@ -121,7 +122,11 @@ class PackedDocuments:
         return int(self._first[-1])
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_packed": OrderedDict(), "_remembered": 0}
+        lengths = place_in_file(self._document_lengths)
+        return self.__dict__ | {"_document_lengths": lengths, "_packed": OrderedDict(), "_remembered": 0}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state | {"_document_lengths": from_file(state["_document_lengths"])})
 
     @property
     def fill(self) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import os
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -149,18 +150,31 @@ class SourceDocuments:
         return element
 
     def __getstate__(self) -> dict[str, Any]:
-        """Lengths that lie in a file travel as the place where they lie."""
-        state, lengths = dict(self.__dict__), self.lengths
-        whole = isinstance(lengths.base, mmap.mmap)  # a part of a memory-mapped array has another base
-        if isinstance(lengths, np.memmap) and whole and lengths.filename is not None and lengths.mode != "c":
-            state["lengths"] = (str(lengths.filename), lengths.dtype, lengths.offset, lengths.shape)
-        return state
+        return self.__dict__ | {"lengths": place_in_file(self.lengths)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if isinstance(state["lengths"], tuple):
-            filename, dtype, offset, shape = state["lengths"]
-            state["lengths"] = np.memmap(filename, dtype, "r", offset, shape)
-        self.__dict__.update(state)
+        self.__dict__.update(state | {"lengths": from_file(state["lengths"])})
+
+
+def place_in_file(array: np.ndarray) -> np.ndarray | tuple[Any, ...]:
+    """An array as it should be pickled: where it lies, if it is a memory-mapped file or a part of one."""
+    root = array
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    if not (isinstance(root, np.memmap) and isinstance(root.base, mmap.mmap) and array.flags.c_contiguous):
+        return array
+    if root.filename is None or root.mode == "c":
+        return array
+    offset = root.offset + array.ctypes.data - root.ctypes.data
+    return os.path.abspath(root.filename), array.dtype, offset, array.shape
+
+
+def from_file(place: np.ndarray | tuple[Any, ...]) -> np.ndarray:
+    """What `place_in_file` stands for."""
+    if isinstance(place, np.ndarray):
+        return place
+    filename, dtype, offset, shape = place
+    return np.memmap(filename, dtype, "r", offset, shape)
 
 
 def check_documents(name: str, documents: int, document: np.ndarray) -> None:

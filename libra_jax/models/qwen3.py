@@ -1,15 +1,16 @@
-"""Qwen3, the dense decoder, over packed sequences with pooled attention.
+"""Qwen3, dense and with a mixture of experts, over packed sequences with pooled attention.
 
 Takes token ids and per-document positions of packed sequences, gives logits or the loss; attention is
 `LibraAttention`, run inside the scanned layer with the plan of the batch. As published (Qwen3 technical report, arXiv
 2505.09388, and the reference implementation in Hugging Face transformers): RMSNorm before attention and before the MLP,
-grouped-query attention with an RMSNorm on every query and key head, rotary positions, SwiGLU, no biases, embeddings
-tied or not.
+grouped-query attention with an RMSNorm on every query and key head, rotary positions, SwiGLU or experts of it, no
+biases, embeddings tied or not.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax
@@ -21,23 +22,26 @@ from jaxtyping import Array, Float, Int
 from libra_jax.attention import LSE_NAME, OUT_NAME, SEQUENCE_SPEC
 from libra_jax.layers import LibraAttention, RMSNorm
 from libra_jax.models.fsdp import gather
+from libra_jax.models.moe import MixtureOfExperts, MoEConfig, Statistics, load_balancing_loss
 from libra_jax.models.vocabulary import chunked_cross_entropy_sum, look_up
 from libra_jax.plan import PlanTables
+from libra_jax.rope import YaRN
 from libra_jax.spec import PoolSpec
+from libra_jax.workload import PADDING
 
 _INIT = nnx.initializers.normal(0.02)  # initializer_range of the published configurations
 
 
 @dataclasses.dataclass(frozen=True)
 class Qwen3Config:
-    """Shape of a dense Qwen3."""
+    """Shape of a Qwen3."""
 
     vocab_size: int
     """Rows of the embedding table."""
     hidden_size: int
     """Width of the residual stream."""
     intermediate_size: int
-    """Width inside the MLP."""
+    """Width inside the MLP; without one, in a mixture of experts, it is not used."""
     num_layers: int
     """Decoder layers; they are stacked and scanned."""
     num_heads: int
@@ -48,6 +52,10 @@ class Qwen3Config:
     """Width of one head."""
     rope_theta: float = 1_000_000.0
     """Base of the rotary positions."""
+    rope_scaling: YaRN | None = None
+    """Frequencies for longer contexts than the weights were trained on."""
+    moe: MoEConfig | None = None
+    """Experts in the place of each layer's MLP; None: the dense model."""
     norm_epsilon: float = 1e-6
     """Added to the mean square in every RMSNorm."""
     tied_embeddings: bool = False
@@ -56,6 +64,8 @@ class Qwen3Config:
     """Activations and matrix products; parameters, norms, softmax and loss stay float32."""
     remat: Literal["none", "full", "attention", "dots"] = "attention"
     """Kept by a layer for the backward pass: its input; with attention or dots, their results too; or all (none)."""
+    z_loss: float = dataclasses.field(default=0.0, metadata={"may_change": True})
+    """Weight of the mean of logsumexp(logits) ** 2, which keeps logits near 0."""
     loss_chunk: int = dataclasses.field(default=2048, metadata={"may_change": True})
     """Tokens of a rank whose logits are held at once."""
 
@@ -66,14 +76,26 @@ class Qwen3Config:
                 raise ValueError(f"{field.name} ({value}) must be at least 1")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
+        if not (math.isfinite(self.z_loss) and self.z_loss >= 0):
+            raise ValueError(f"z_loss ({self.z_loss}) must be a finite number, 0 or more")
         if self.head_dim % 2:
             raise ValueError(f"head_dim ({self.head_dim}) must be even: rotary positions turn pairs of numbers")
 
     @property
     def num_parameters(self) -> int:
         """Trainable numbers, embeddings included."""
+        return self._parameters(1 if self.moe is None else self.moe.num_experts)
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that one token goes through, embeddings included."""
+        return self._parameters(1 if self.moe is None else self.moe.experts_per_token)
+
+    def _parameters(self, experts: int) -> int:
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads) + 2 * self.head_dim
-        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        inner = self.intermediate_size if self.moe is None else self.moe.intermediate_size
+        router = 0 if self.moe is None else self.hidden_size * self.moe.num_experts
+        layer = attention + router + 3 * experts * self.hidden_size * inner + 2 * self.hidden_size
         tables = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
         return self.num_layers * layer + tables + self.hidden_size
 
@@ -82,6 +104,21 @@ QWEN3_8B = Qwen3Config(
     vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_layers=36, num_heads=32, num_kv_heads=8
 )
 """Qwen3-8B as published: 8.19 billion parameters, embeddings not tied."""
+QWEN3_0_6B = Qwen3Config(
+    vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16, num_kv_heads=8,
+    tied_embeddings=True,
+)  # fmt: skip
+"""Qwen3-0.6B as published: 0.60 billion parameters, embeddings tied."""
+QWEN3_30B_A3B = Qwen3Config(
+    vocab_size=151_936, hidden_size=2048, intermediate_size=6144, num_layers=48, num_heads=32, num_kv_heads=4,
+    moe=MoEConfig(num_experts=128, experts_per_token=8, intermediate_size=768),
+)  # fmt: skip
+"""Qwen3-30B-A3B as published: 30.5 billion parameters, 3.3 billion of them for a token."""
+QWEN3_235B_A22B = Qwen3Config(
+    vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_layers=94, num_heads=64, num_kv_heads=4,
+    moe=MoEConfig(num_experts=128, experts_per_token=8, intermediate_size=1536),
+)  # fmt: skip
+"""Qwen3-235B-A22B as published: 235 billion parameters, 22 billion of them for a token."""
 
 _REMAT = {
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -107,7 +144,7 @@ class SwiGLU(nnx.Module):
 
 
 class Qwen3Layer(nnx.Module):
-    """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x)), where the MLP may be a mixture of experts."""
 
     def __init__(self, config: Qwen3Config, spec: PoolSpec, mesh: jax.sharding.Mesh, *, rngs: nnx.Rngs) -> None:
         self.attention_norm = RMSNorm(config.hidden_size, epsilon=config.norm_epsilon)
@@ -116,17 +153,24 @@ class Qwen3Layer(nnx.Module):
             spec,
             mesh,
             rope_theta=config.rope_theta,
+            rope_scaling=config.rope_scaling,
             norm_epsilon=config.norm_epsilon,
             dtype=config.compute_dtype,
             kernel_init=_INIT,
             rngs=rngs,
         )
         self.mlp_norm = RMSNorm(config.hidden_size, epsilon=config.norm_epsilon)
-        self.mlp = SwiGLU(config, rngs=rngs)
+        self.mlp = SwiGLU(config, rngs=rngs) if config.moe is None else MixtureOfExperts(config, mesh, rngs=rngs)
 
-    def __call__(self, x: jax.Array, positions: jax.Array, plans: PlanTables) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, positions: jax.Array, plans: PlanTables, real: jax.Array
+    ) -> tuple[jax.Array, Statistics | None]:
+        """real: False for padding, (sequences, seq_len). The second is for `load_balancing_loss`."""
         x = x + self.attention(self.attention_norm(x), positions, plans)
-        return x + self.mlp(self.mlp_norm(x))
+        if isinstance(self.mlp, SwiGLU):
+            return x + self.mlp(self.mlp_norm(x)), None
+        more, statistics = self.mlp(self.mlp_norm(x), real)
+        return x + more, statistics
 
 
 class Qwen3(nnx.Module):
@@ -162,7 +206,7 @@ class Qwen3(nnx.Module):
 
         positions: of each token in its own document. plans: of these sequences, leading axes (pools, dp, cp).
         """
-        x = self.hidden(tokens, positions, plans)
+        x, _ = self.hidden(tokens, positions, plans)
         table = gather(self._output_table, self.mesh, x.dtype).astype(x.dtype)
         return jnp.einsum("std,vd->stv", x, table, preferred_element_type=jnp.float32)
 
@@ -172,29 +216,50 @@ class Qwen3(nnx.Module):
         targets: Int[Array, "sequences seq_len"],
         positions: Int[Array, "sequences seq_len"],
         plans: PlanTables,
-    ) -> tuple[Float[Array, ""], Int[Array, ""]]:
-        """Sum of the losses of all tokens with a target (-1: none), and their number; see `cross_entropy_sum`."""
-        x = self.hidden(tokens, positions, plans)
-        return chunked_cross_entropy_sum(x, self._output_table, targets, self.mesh, chunk=self.config.loss_chunk)
+    ) -> tuple[Float[Array, ""], dict[str, Array]]:
+        """What is minimised, as a sum over all tokens with a target (-1: none), and the sums it is made of.
+
+        The sums: "loss", the cross-entropy, and "targets", the number of tokens; with a z-loss "z_loss", and with
+        experts "balance_loss", both without their weights. All add up over micro-steps, so that a step's numbers are
+        sums over targets: the load-balancing loss of a micro-step, over all of its tokens, counts as often as it has
+        targets.
+        """
+        x, statistics = self.hidden(tokens, positions, plans)
+        chunk = self.config.loss_chunk
+        sums = chunked_cross_entropy_sum(x, self._output_table, targets, self.mesh, chunk=chunk)
+        total, parts = sums.loss, {"loss": sums.loss, "targets": sums.targets}
+        if self.config.z_loss:
+            total, parts["z_loss"] = total + self.config.z_loss * sums.squares, sums.squares
+        if self.config.moe is not None and statistics is not None:
+            balance = load_balancing_loss(statistics) * sums.targets.astype(jnp.float32)
+            total, parts["balance_loss"] = total + self.config.moe.balance_loss * balance, balance
+        return total, parts
 
     def hidden(
         self, tokens: Int[Array, "sequences seq_len"], positions: Int[Array, "sequences seq_len"], plans: PlanTables
-    ) -> Float[Array, "sequences seq_len hidden"]:
-        """What the output table multiplies: the last layer's output, normed, in the type of the computation."""
+    ) -> tuple[Float[Array, "sequences seq_len hidden"], Statistics | None]:
+        """What the output table multiplies: the last layer's output, normed, in the type of the computation. With it
+        what the routers of all layers did, None in a dense model."""
         dtype = jnp.dtype(self.config.compute_dtype)
         home = NamedSharding(self.mesh, SEQUENCE_SPEC)
         x = look_up(self.embedding[...], tokens, self.mesh, dtype)
         graph, weights = nnx.split(self.layers)
+        real = (plans.first_visible < PADDING).reshape(tokens.shape)
 
-        def layer(x: jax.Array, weights: nnx.State) -> tuple[jax.Array, None]:
+        def layer(x: jax.Array, weights: nnx.State) -> tuple[jax.Array, Statistics | None]:
             # FSDP: weights are gathered where they are used; left alone, the compiler may move activations instead.
-            weights = gather(weights, self.mesh, dtype)
-            return jax.lax.with_sharding_constraint(nnx.merge(graph, weights)(x, positions, plans), home), None
+            # Experts see to it themselves.
+            weights = nnx.State(
+                {name: part if name == "mlp" and self.config.moe else gather(part, self.mesh, dtype)
+                 for name, part in weights.items()}
+            )  # fmt: skip
+            x, statistics = nnx.merge(graph, weights)(x, positions, plans, real)
+            return jax.lax.with_sharding_constraint(x, home), statistics
 
         if self.config.remat != "none":
             layer = jax.checkpoint(layer, policy=_REMAT[self.config.remat])
-        x, _ = jax.lax.scan(layer, x, weights)
-        return self.norm(x)
+        x, statistics = jax.lax.scan(layer, x, weights)
+        return self.norm(x), statistics
 
     @property
     def _output_table(self) -> jax.Array:

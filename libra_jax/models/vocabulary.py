@@ -10,7 +10,7 @@ Letters: N sequences, S tokens of one, D width, V words.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def look_up(
 
 def chunked_cross_entropy_sum(
     x: Float[Array, "N S D"], table: Float[Array, "V D"], targets: Int[Array, "N S"], mesh: Mesh, *, chunk: int
-) -> tuple[Float[Array, ""], Int[Array, ""]]:
+) -> TokenSums:
     """`cross_entropy_sum` of the logits x @ table.T, without the logits. Equal to it within rounding.
 
     x, targets: lie as `SEQUENCE_SPEC` says. table: float32, lies as `spread_spec` says; multiplied in x's dtype.
@@ -44,38 +44,48 @@ def chunked_cross_entropy_sum(
     """
     along = spread_dimension(table.shape, mesh.size)
 
-    def on_rank(x: jax.Array, shard: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def on_rank(x: jax.Array, shard: jax.Array, targets: jax.Array) -> TokenSums:
         x, shard = together(x, shard)
         whole, x, targets = gather_on_rank(shard, along, x.dtype), x.reshape(-1, x.shape[-1]), targets.reshape(-1)
         size = _divisor(targets.size, chunk)
 
         @jax.checkpoint
         def add(total: Any, part: Any) -> tuple[Any, None]:
-            loss, number = cross_entropy_sum(_logits(part[0], whole), part[1])
-            return (total[0] + loss, total[1] + number), None
+            return jax.tree.map(jnp.add, total, cross_entropy_sum(_logits(part[0], whole), part[1])), None
 
         parts = x.reshape(-1, size, x.shape[-1]), targets.reshape(-1, size)
-        sums, _ = jax.lax.scan(add, (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)), parts)
-        return sums[0].reshape(1, 1), sums[1].reshape(1, 1)
+        nothing = TokenSums(*(jnp.zeros((), kind) for kind in (jnp.float32, jnp.float32, jnp.int32)))
+        sums, _ = jax.lax.scan(add, nothing, parts)
+        return jax.tree.map(lambda s: s.reshape(1, 1), sums)
 
     specs = SEQUENCE_SPEC, spread_spec(table.shape, mesh.size), SEQUENCE_SPEC
-    mapped = jax.shard_map(on_rank, mesh=mesh, in_specs=specs, out_specs=(SEQUENCE_SPEC,) * 2, check_vma=False)
-    losses, numbers = mapped(x, table, targets)
-    return jnp.sum(losses), jnp.sum(numbers)
+    mapped = jax.shard_map(on_rank, mesh=mesh, in_specs=specs, out_specs=SEQUENCE_SPEC, check_vma=False)
+    return jax.tree.map(jnp.sum, mapped(x, table, targets))
 
 
-def cross_entropy_sum(
-    logits: Float[Array, "*batch vocab"], targets: Int[Array, "*batch"]
-) -> tuple[Float[Array, ""], Int[Array, ""]]:
-    """Sum of -log softmax(logits)[target] over the tokens that have a target, float32, and their number, int32.
+class TokenSums(NamedTuple):
+    """Sums over the tokens that have a target. They add up over shards, chunks, sequences and micro-steps, so a mean
+    over any of them is sum / targets of the whole: never a mean of means.
 
-    logits: float32. targets: -1 where there is none. Sums and counts of shards, chunks,
-    sequences and micro-steps add up, so a mean over any of them is sum / count of the whole: never a mean of means.
+    loss: of -log softmax(logits)[target]. squares: of logsumexp(logits) ** 2, for the z-loss (arXiv 2204.02311). Both
+    float32. targets: how many there are, int32.
     """
+
+    loss: Float[Array, ""]
+    squares: Float[Array, ""]
+    targets: Int[Array, ""]
+
+
+def cross_entropy_sum(logits: Float[Array, "*batch vocab"], targets: Int[Array, "*batch"]) -> TokenSums:
+    """logits: float32. targets: -1 where there is none."""
     has_target = targets >= 0
     picked = jnp.take_along_axis(logits, jnp.where(has_target, targets, 0)[..., None], axis=-1)[..., 0]
-    losses = jax.nn.logsumexp(logits, axis=-1) - picked
-    return jnp.sum(jnp.where(has_target, losses, 0.0)), jnp.sum(has_target, dtype=jnp.int32)
+    normal = jax.nn.logsumexp(logits, axis=-1)
+    return TokenSums(
+        jnp.sum(jnp.where(has_target, normal - picked, 0.0)),
+        jnp.sum(jnp.where(has_target, normal * normal, 0.0)),
+        jnp.sum(has_target, dtype=jnp.int32),
+    )
 
 
 def _rows(table: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 A checkpoint appears under its step's number only when it is whole: Orbax writes to a temporary folder and renames it.
 A folder that is not whole all the same (copied halfway, say) is set aside, and the newest whole one is used.
+Step 0 is what `libra import` writes: weights alone, which bind the shape of the model and nothing else of a run.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ class Checkpoints:
         """Raises ValueError naming what differs if the run was made with other `values`; see `config`."""
         if self.latest_step is not None:
             saved = self._checkpointer.load_checkpointables(self.latest_step, {"values": None})["values"]
+            if self.latest_step == 0:
+                values = {part: {n: v for n, v in values[part].items() if n in saved[part]} for part in saved}
             refuse_changes(saved, values, str(self.folder.parent))
 
     def restore(self, shapes: Any, data: Any) -> Any:
@@ -76,6 +79,11 @@ class Checkpoints:
         shapes: of the state, with types and shardings.
         """
         return self._checkpointer.load_checkpointables(self.latest_step, {"state": shapes, "data": data})["state"]
+
+    def restore_imported(self, shapes: Any) -> Any:
+        """The weights of step 0, there must be one. shapes: of the parameters, with types and shardings."""
+        parts = {"state": {"params": shapes}}
+        return self._checkpointer.load_checkpointables(0, parts)["state"]["params"]
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 from libra_jax.data import DataConfig, PoolSizes
 from libra_jax.links import Links
 from libra_jax.modelled import check_prices
+from libra_jax.models.moe import check_experts
 from libra_jax.models.qwen3 import Qwen3Config
 from libra_jax.spec import PoolSpec
 from libra_jax.workload import CostModel
@@ -188,6 +189,13 @@ class TrainConfig:
         _at_least("steps", self.steps, 1)
         for size in self.mesh.sizes:
             self.spec_of(size)  # refuses shapes that do not fit together
+        if self.model.moe is not None:
+            check_experts(self.model.moe, self.mesh.pool_size, self.mesh.cp)
+            if self.model.moe.experts == "spread" and self.mesh.pool_sizes:
+                raise ValueError(
+                    f"mesh.pool_sizes {self.mesh.pool_sizes} with model.moe.experts='spread': experts lie over the "
+                    "ranks of a pool of one size; use experts='gathered', or one pool size"
+                )
 
     @property
     def spec(self) -> PoolSpec:

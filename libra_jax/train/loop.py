@@ -29,7 +29,7 @@ from libra_jax.train import metrics
 from libra_jax.train.checkpoint import Checkpoints
 from libra_jax.train.config import TrainConfig, fixed_values
 from libra_jax.train.mesh import local_rows, make_mesh, place_batch, start_devices
-from libra_jax.train.step import ARRAYS, Blueprint, Program, compile_program, plan_state
+from libra_jax.train.step import ARRAYS, Blueprint, Program, compile_program, plan_state, state_from
 
 
 class RunStopped(Exception):
@@ -116,9 +116,14 @@ def _train_steps(
 ) -> None:
     blueprint = plan_state(config, mesh)
     done = checkpoints.latest_step or 0
-    state = checkpoints.restore(blueprint.shapes, batches) if done else blueprint.init()
     if done:
+        state = checkpoints.restore(blueprint.shapes, batches)
         _say(console, f"going on from step {done} of {config.steps}, saved in {folder.checkpoints}")
+    elif checkpoints.latest_step == 0:
+        state = state_from(config, blueprint.shapes, checkpoints.restore_imported(blueprint.shapes["params"]))
+        _say(console, f"starting with the weights imported into {folder.checkpoints}")
+    else:
+        state = blueprint.init()
     batches.start_prefetch()  # reads and plans while the program compiles
     curve = metrics.MetricsFile(folder.metrics, done)
     (folder.path / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")

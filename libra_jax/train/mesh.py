@@ -15,6 +15,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from libra_jax.attention import MESH_AXES
 from libra_jax.models.fsdp import spread_spec
+from libra_jax.models.moe import expert_spec
+from libra_jax.models.qwen3 import Qwen3Config
 from libra_jax.train.config import MeshConfig
 
 _PATIENCE = (
@@ -128,14 +130,18 @@ def place_batch(
     )
 
 
-def state_shardings(mesh: Mesh, state: Any) -> Any:
-    """Shardings of a state's arrays (or their shapes): the longest dimension that all ranks divide, else replicated.
+def state_shardings(mesh: Mesh, state: Any, model: Qwen3Config) -> Any:
+    """Shardings of a state's arrays (or their shapes): the longest dimension that all ranks divide, else replicated;
+    experts as `expert_spec` says.
 
     The first dimension of stacked layers is never chosen: a scan takes one slice of it at a time.
     """
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        stacked = any(getattr(key, "key", None) == "layers" for key in path)
+        names = [getattr(key, "key", None) for key in path]
+        stacked = "layers" in names
+        if model.moe is not None and stacked and names[-1] in ("gate", "up", "down"):
+            return NamedSharding(mesh, expert_spec(leaf.shape[1:], model.moe, mesh, first=1))
         return NamedSharding(mesh, spread_spec(leaf.shape, mesh.size, first=1 if stacked else 0))
 
     return jax.tree.map_with_path(sharding, state)

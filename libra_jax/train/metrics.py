@@ -36,7 +36,8 @@ class StepRecord:
     fallbacks: pools of the step whose plan did not fit and was replaced by the head-parallel one.
     pool_size: of the step's pools. planning_seconds: of one core, to place and plan the step, and to choose the size.
     waited_seconds: how long the step waited for its batch and plans; part of seconds.
-    The last three are None in files that were written before they were counted.
+    z_loss, balance_loss: see `Qwen3.loss_sum`; per target, without their weights. None where the model has none.
+    Fields with a default are None in files that were written before they were counted.
     """
 
     step: int
@@ -54,6 +55,8 @@ class StepRecord:
     pool_size: int | None = None
     planning_seconds: float | None = None
     waited_seconds: float | None = None
+    z_loss: float | None = None
+    balance_loss: float | None = None
 
     @property
     def waited(self) -> bool:

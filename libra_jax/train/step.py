@@ -27,7 +27,7 @@ State = dict[str, Any]
 """{"params": nested dict of float32 arrays, "optimizer": optax state, "step": int32, steps done}."""
 ARRAYS = "tokens", "targets", "positions"
 """What the step takes of a batch, beside its plans."""
-LossSum = Callable[[Any, Any], tuple[jax.Array, jax.Array]]
+LossSum = Callable[[Any, Any], tuple[jax.Array, dict[str, jax.Array]]]
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -99,54 +99,71 @@ def plan_state(config: TrainConfig, mesh: Mesh) -> Blueprint:
 
     graph, _ = nnx.split(nnx.eval_shape(build))
     shapes = jax.eval_shape(init)
-    shardings = state_shardings(mesh, shapes)
+    shardings = state_shardings(mesh, shapes, config.model)
     shapes = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
     return Blueprint(graph, shapes, jax.jit(init, out_shardings=shardings))
 
 
-def mean_loss_and_gradients(loss_sum: LossSum, params: Any, micro_batches: Any) -> tuple[jax.Array, Any, jax.Array]:
-    """Token-weighted mean loss over all micro-steps, its gradient, and the number of targets.
+def state_from(config: TrainConfig, shapes: State, params: Any) -> State:
+    """The state of a run that has these weights and no step done; it takes the arrays of `params` over.
 
-    loss_sum(params, micro_batch) -> (sum of losses float32, number of targets int32). micro_batches: arrays with a
-    leading micro-step axis. Loss is 0 and gradients are 0 where there is no target at all.
+    shapes: of the state, with shardings (`plan_state`). params: lying as they say.
+    """
+    optimizer = make_optimizer(config.optimizer, config.steps)
+
+    def begin(params: Any) -> State:
+        return {"params": params, "optimizer": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
+
+    shardings = jax.tree.map(lambda x: x.sharding, shapes)
+    return jax.jit(begin, donate_argnums=0, out_shardings=shardings)(params)
+
+
+def mean_loss_and_gradients(loss_sum: LossSum, params: Any, micro_batches: Any) -> tuple[dict[str, jax.Array], Any]:
+    """Token-weighted means over all micro-steps, and the gradient of what is minimised.
+
+    loss_sum(params, micro_batch) -> (sum of what is minimised float32, sums: {"loss": float32, "targets": int32, ...}).
+    micro_batches: arrays with a leading micro-step axis. Returns {name: sum / targets}, but "targets" as it is. Means
+    and gradients are 0 where there is no target at all.
     """
 
     def add(total: Any, micro_batch: Any) -> tuple[Any, None]:
-        loss, targets, gradients = total
-        (loss_here, targets_here), gradients_here = jax.value_and_grad(loss_sum, has_aux=True)(params, micro_batch)
-        return (loss + loss_here, targets + targets_here, jax.tree.map(jnp.add, gradients, gradients_here)), None
+        (_, sums), gradients = jax.value_and_grad(loss_sum, has_aux=True)(params, micro_batch)
+        return jax.tree.map(jnp.add, total, (sums, gradients)), None
 
-    nothing = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params)
-    (loss, targets, gradients), _ = jax.lax.scan(add, nothing, micro_batches)
+    first = jax.tree.map(lambda x: x[0], micro_batches)
+    _, shapes = jax.eval_shape(loss_sum, params, first)
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), jax.tree.map(jnp.zeros_like, params)
+    (sums, gradients), _ = jax.lax.scan(add, nothing, micro_batches)
+    targets = sums.pop("targets")
     share = 1 / jnp.maximum(targets, 1).astype(jnp.float32)
-    return loss * share, jax.tree.map(lambda g: g * share, gradients), targets
+    means, gradients = jax.tree.map(lambda x: x * share, (sums, gradients))
+    return {**means, "targets": targets}, gradients
 
 
 def make_step(config: TrainConfig, graph: Any) -> Callable[[State, Any, Any], tuple[State, Any]]:
     """step(state, arrays, plans) -> (state, metrics), to be compiled by `compile_step`.
 
     arrays: those in `ARRAYS`, (micro_steps, sequences, seq_len) int32. plans: PlanTables with leading
-    (micro_steps, pools, dp, cp). metrics: {"loss", "grad_norm", "learning_rate", "targets"} scalars; loss and
-    grad_norm are of the weights that came in.
+    (micro_steps, pools, dp, cp). metrics: {"loss", "grad_norm", "learning_rate", "targets"} scalars, and what else
+    the model's `loss_sum` says; losses and grad_norm are of the weights that came in.
     """
     optimizer = make_optimizer(config.optimizer, config.steps)
     schedule = learning_rate(config.optimizer, config.steps)
 
-    def loss_sum(params: Any, micro_batch: Any) -> tuple[jax.Array, jax.Array]:
+    def loss_sum(params: Any, micro_batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         arrays, plans = micro_batch
         model = nnx.merge(graph, params)
         return model.loss_sum(arrays["tokens"], arrays["targets"], arrays["positions"], plans)
 
     def step(state: State, arrays: Any, plans: Any) -> tuple[State, Any]:
         params = state["params"]
-        loss, gradients, targets = mean_loss_and_gradients(loss_sum, params, (arrays, plans))
+        means, gradients = mean_loss_and_gradients(loss_sum, params, (arrays, plans))
         with jax.numpy_dtype_promotion("standard"):  # optax raises a float to a whole-number power
             updates, optimizer_state = optimizer.update(gradients, state["optimizer"], params)
         metrics = {
-            "loss": loss,
+            **means,
             "grad_norm": optax.tree.norm(gradients),
             "learning_rate": schedule(state["step"]),
-            "targets": targets,
         }
         after = {
             "params": optax.apply_updates(params, updates),
