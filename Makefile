@@ -6,7 +6,7 @@ BIN = .venv/bin
 WORKERS = 2
 ARGS =
 
-.PHONY: help setup demo test lint unit old-triton format bench requirements wheel clean distclean
+.PHONY: help setup demo test lint unit old-triton parity format bench requirements wheel clean distclean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -31,6 +31,9 @@ unit: setup ## the tests alone; ARGS="tests/test_x.py -k name" picks some
 old-triton: setup ## the tests of the GPU kernels with Triton 3.6, which GPU images carry; ARGS="-k name" picks some
 	sh tools/old_triton.sh $(ARGS)
 
+parity: setup ## compare logits and gradients with Hugging Face transformers; ARGS=--record keeps the numbers for tests
+	PARITY_PYTHON='$(PARITY_PYTHON)' sh tools/parity.sh $(ARGS)
+
 format: setup ## let ruff rewrite the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -42,6 +45,8 @@ bench: setup ## run the benchmarks: tables here, JSON and reports in benchmarks/
 	$(BIN)/python -m benchmarks.planner_others --json benchmarks/reports/planner_others.json \
 	    --report benchmarks/reports/planner_others.md
 	$(BIN)/python -m benchmarks.waves --report benchmarks/reports/waves.md
+	$(BIN)/python -m benchmarks.config_table --report benchmarks/reports/configs.md
+	$(BIN)/python -m benchmarks.data --json benchmarks/reports/data.json --report benchmarks/reports/data.md
 	$(BIN)/python -m benchmarks.attention_cpu --json benchmarks/reports/attention_cpu.json \
 	    --report benchmarks/reports/attention_cpu.md
 	$(BIN)/python -m benchmarks.kernel_report --json benchmarks/reports/kernels.json \
@@ -60,7 +65,7 @@ wheel: setup ## build dist/*.whl
 
 clean: ## remove what builds and tools left
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
-	find . -name .venv -prune -o -name .bootstrap -prune -o -name __pycache__ -prune -exec rm -rf {} +
+	find . -name '.venv*' -prune -o -name .bootstrap -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environment as well
-	rm -rf .venv .bootstrap
+	rm -rf .venv .venv-parity .bootstrap

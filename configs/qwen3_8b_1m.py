@@ -1,17 +1,24 @@
 """Qwen3-8B on sequences of 1,048,576 tokens: 128 GPUs, one pool of 8 sequences, 16 ranks to a sequence.
 
 `libra preflight qwen3_8b_1m --target h100 --topology 1x16x8` says what it asks of them. The shapes are the published
-ones; where the text lies is for you to say: `--data.paths FOLDER`.
+ones; where the text lies is for you to say: `--data.paths FOLDER`. `libra import WEIGHTS --config qwen3_8b_1m` starts
+from published weights.
+
+Rotary positions by the model card's rule, factor = tokens / 32,768: base 1e6, YaRN with factor 32. Qwen has validated
+it up to factor 4.
 """
+
+import dataclasses
 
 from libra_jax.data import DataConfig
 from libra_jax.models.qwen3 import QWEN3_8B
+from libra_jax.rope import YaRN
 from libra_jax.train.config import AttentionConfig, CheckpointConfig, MeshConfig, OptimizerConfig, TrainConfig
 
 
 def config() -> TrainConfig:
     return TrainConfig(
-        model=QWEN3_8B,
+        model=dataclasses.replace(QWEN3_8B, rope_scaling=YaRN(factor=32)),
         data=DataConfig(paths=("corpus",)),
         mesh=MeshConfig(pools=1, pool_size=8, cp=16),
         attention=AttentionConfig(waves=6, ranks_per_node=8),  # pages cross between hosts once, and fan out inside

@@ -4,7 +4,8 @@
 
 The dataset is any random-access source of packed sequences; all that has to be known beforehand are the document
 lengths of each. `PlacementSampler` says which records a step has and in which order; `plans(step)` gives the plans that
-go with them. In a job of several processes each gives its own `ShardOptions` and asks for the plans of its own shard.
+go with them. In a job of N processes, process i gives `PlacementSampler(..., shards=N)` and `ShardOptions(i, N)`, and
+asks for `plans(step, i)`; with `worker_count=W`, the sampler is told `workers=W`.
 """
 
 import os
@@ -55,7 +56,7 @@ def main() -> None:
     loader = grain.DataLoader(
         data_source=dataset,
         sampler=placed,
-        operations=[grain.transforms.Batch(sampler.sequences_per_step, drop_remainder=True)],
+        operations=[grain.transforms.Batch(placed.records_per_step, drop_remainder=True)],
         worker_count=0,
         shard_options=grain.sharding.ShardOptions(shard_index=0, shard_count=1, drop_remainder=True),
     )
@@ -64,8 +65,10 @@ def main() -> None:
         plans = placed.plans(step).map(lambda table: table[0])  # the first, and only, micro-step
         libra_jax.check_batch(plans, batch["segment_ids"])
         size = jnp.linalg.norm(attention(weights, batch["tokens"], plans))
+        arrived = sampler.work(sampler.step_sequences(step).reshape(2, 2)).sum(axis=1)  # pools as the sequences came
         pools = sampler.work(sampler[step])[0].sum(axis=1)
-        print(f"step {step}: |output| {size:.3f}, busiest pool {pools.max() / pools.mean():.3f} of the mean")
+        ratios = f"{pools.max() / pools.mean():.3f} of the mean ({arrived.max() / arrived.mean():.3f} as they came)"
+        print(f"step {step}: |output| {size:.3f}, busiest pool {ratios}")
 
 
 if __name__ == "__main__":

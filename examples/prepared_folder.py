@@ -2,8 +2,9 @@
 
     .venv/bin/python examples/prepared_folder.py
 
-Prepares this repository's documentation as byte tokens, and takes three optimizer steps' batches from it, read and
-planned ahead in the background. What a step needs comes in one dict; the state of the iterator is a few numbers.
+Prepares this repository's documentation as byte tokens, and takes the batches of three steps from it, read and planned
+ahead in the background. What a step needs comes in one dict; the state of the iterator is a few numbers. The weights
+stay as they are: this is about data.
 """
 
 import os

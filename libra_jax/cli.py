@@ -161,7 +161,7 @@ def prepare(args: list[str]) -> int:
 
     about_inputs = tyro.conf.arg(
         metavar="INPUT...",
-        help="JSONL, Parquet and text files, packed (.gz, .zst) or not, and folders of them.",
+        help="JSONL (.jsonl, .json), Parquet and text files, compressed (.gz, .zst) or not, and folders of them.",
         help_behavior_hint="(at least one)",
     )
     inputs = Annotated[tuple[Path, ...], tyro.conf.Positional, about_inputs]

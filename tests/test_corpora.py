@@ -9,8 +9,20 @@ import tokenizers
 from data_base import small_spec, take, write
 
 from libra_jax.cli import main as libra
-from libra_jax.data import DataConfig, PackedDocuments, open_batches, open_corpora, open_step_batches
+from libra_jax.data import (
+    BatchIterator,
+    Corpus,
+    DataConfig,
+    PackedDocuments,
+    PoolSampler,
+    SourceDocuments,
+    StepBatches,
+    open_batches,
+    open_corpora,
+    open_step_batches,
+)
 from libra_jax.data.documents import END_OF_DOCUMENT, encode
+from libra_jax.data.lengths import read_lengths
 
 TEXTS = [f"text number {i}: {'long ' * (i * 7 % 23)}" for i in range(60)]
 
@@ -117,6 +129,24 @@ def test_what_is_missing_or_does_not_fit_is_named(tmp_path):
     (tmp_path / "pair.bin").rename(tmp_path / "gone")
     with pytest.raises(FileNotFoundError, match=r"pair\.bin"):
         open_corpora(DataConfig(paths=(pair,)), 512)
+    (tmp_path / "gone").rename(tmp_path / "pair.bin")
+    (tmp_path / "pair.idx").unlink()
+    for path in (pair, pair + ".bin", pair + ".idx"):
+        with pytest.raises(FileNotFoundError, match=r"pair\.idx"):
+            open_corpora(DataConfig(paths=(path,)), 512)
+    for name in ("c.jsonl", "c.parquet", "c.jsonl.gz", "c.txt.zst"):
+        write(tmp_path, {name: b"{}"})
+        with pytest.raises(ValueError, match="is no plain text: make tokens of it first, with `libra prepare`"):
+            open_corpora(DataConfig(paths=(str(tmp_path / name),)), 512)
+    prepared = prepared_folder(tmp_path)
+    write(tmp_path / "prepared", {"README.txt": b"what this is"})
+    (tmp_path / "prepared" / "manifest.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"manifest\.json is missing"):
+        open_corpora(DataConfig(paths=(prepared,)), 512)
+    (tmp_path / "begun.unfinished").mkdir()
+    for name in ("begun", "begun.unfinished"):
+        with pytest.raises(FileNotFoundError, match="begun is not finished: the same `libra prepare` again"):
+            open_corpora(DataConfig(paths=(str(tmp_path / name),)), 512)
     with pytest.raises(FileNotFoundError, match="nowhere"):
         open_corpora(DataConfig(paths=(str(tmp_path / "nowhere"),)), 512)
     with pytest.raises(ValueError, match=r"text: no token is left to serve: 60 documents .* longer than seq_len \(4\)"):
@@ -129,9 +159,13 @@ def test_another_tokenizer_is_refused_with_both_values(tmp_path):
     spec = small_spec(seq_len=512)
     with pytest.raises(ValueError, match=r"tokenizer of 257 tokens \(bytes\), and the model's vocabulary has 256"):
         open_step_batches(DataConfig(paths=(prepared,)), spec, vocab_size=256)
-    batches = open_step_batches(DataConfig(paths=(pair,)), spec, vocab_size=256)
+    with pytest.raises(ValueError, match=r"document \d+ of .*pair holds token 256, and the model's vocabulary has 256"):
+        open_step_batches(DataConfig(paths=(pair,)), spec, vocab_size=256)
+    batches = open_step_batches(DataConfig(paths=(pair,)), spec)
+    batches.vocab_size = 256  # a token that the look at the start has missed
     with pytest.raises(ValueError, match=r"document \d+ of .*pair holds token 256, and the model's vocabulary has 256"):
         batches[0]
+    assert "its tokenizer is not known" in batches.corpora[0].describe()[1]
     words, other = tmp_path / "words.json", str(tmp_path / "other")
     vocabulary = {"text": 0, "<|endoftext|>": 1, "[UNK]": 2}
     tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]")).save(str(words))
@@ -167,12 +201,39 @@ def test_a_position_is_refused_where_the_data_would_differ_and_only_there(tmp_pa
     second.close()
 
 
+def test_a_grain_source_with_lengths_is_a_corpus():
+    """As docs/data.md has it."""
+    source = [np.arange(n) % 50 for n in (30, 7, 12, 64, 5)]
+    documents = SourceDocuments(source, np.array([len(tokens) for tokens in source]))
+    packed = PackedDocuments(documents.lengths, 64)
+    sampler = PoolSampler(packed, small_spec(), pools=1)
+    batches = BatchIterator(StepBatches([Corpus("mine", documents, packed)], sampler))
+    tokens = np.concatenate([next(batches)["segment_ids"].ravel() for _ in range(sampler.steps_per_epoch)])
+    assert (tokens > 0).sum() == 118
+    batches.close()
+
+
+@pytest.mark.parametrize("kind", ["prepared", "megatron"])
+def test_lengths_of_stored_corpora_can_be_inspected(tmp_path, kind):
+    lengths = read_lengths(KINDS[kind](tmp_path))
+    assert sorted(lengths) == sorted(len(text.encode()) + 1 for text in TEXTS)
+
+
+def test_text_may_be_moved(tmp_path):
+    first = open_corpora(DataConfig(paths=(text_folder(tmp_path),)), 512)[0].documents.fingerprint
+    (tmp_path / "text").rename(tmp_path / "elsewhere")
+    assert open_corpora(DataConfig(paths=(str(tmp_path / "elsewhere"),)), 512)[0].documents.fingerprint == first
+
+
 def test_training_never_sees_what_is_held_out(tmp_path):
     config = DataConfig(paths=(text_folder(tmp_path),), held_out=0.2)
     found = {}
     for split in ("train", "held_out"):
         batches = open_step_batches(config, small_spec(seq_len=512), pools=2, split=split)
         found[split] = {tuple(tokens) for tokens in documents_in(batches, batches.sampler.steps_per_epoch)}
+        described = batches.corpora[0].describe()[1]
+        rest, size = {"train": ("48", "12 documents"), "held_out": ("12", "48 documents")}[split]
+        assert described.startswith(size) and f"; {rest} with" in described
     assert len(found["held_out"]) == 12
     assert not found["train"] & found["held_out"]
     assert found["train"] | found["held_out"] == {(*text.encode(), END_OF_DOCUMENT) for text in TEXTS}

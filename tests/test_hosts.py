@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from data_base import batches_of, small_spec, take
 
-from libra_jax.data import PoolSampler
+from libra_jax.data import Corpus, PoolSampler
 from libra_jax.data.batches import ARRAYS, BatchIterator, check_step
 from libra_jax.data.placement_sampler import PlacementSampler
 from libra_jax.plan import PlanTables, check_batch
@@ -130,24 +130,68 @@ def test_what_a_worker_raises_reaches_the_run():
         iterator.close()
 
 
+@pytest.mark.parametrize(("prefetch", "workers"), [(0, 0), (3, 0), (2, 2)])
+def test_a_step_that_failed_is_the_next_one(prefetch, workers, tmp_path):
+    """Whatever was made ahead: a disk that answers again is asked for the step that is missing."""
+    batches = batches_of(LENGTHS, small_spec(pool_size=2), pools=2)
+    fragile = FailsOnce(batches.corpora[0].documents, tmp_path / "broken", batches[2]["tokens"].max() // 1000)
+    batches.corpora[0] = Corpus("documents", fragile, batches.corpora[0].packed)
+    iterator = BatchIterator(batches, prefetch, workers)
+    take(iterator, 2)
+    with pytest.raises(Exception, match="not now"):
+        next(iterator)
+    assert iterator.get_state()["next_step"] == 2
+    (tmp_path / "broken").touch()
+    expected = batches_of(LENGTHS, small_spec(pool_size=2), pools=2)
+    for step, batch in enumerate(take(iterator, 3), start=2):
+        np.testing.assert_array_equal(batch["tokens"], expected[step]["tokens"])
+    iterator.close()
+
+
+class FailsOnce:
+    """Documents of which one cannot be read until a file is there."""
+
+    tokenizer, vocab_size, fingerprint = None, None, "fails once"
+
+    def __init__(self, documents, file, number):
+        self.lengths, self._documents, self._file, self._number = documents.lengths, documents, file, number
+
+    def read(self, document, start, length, out):
+        if self._number in document and not self._file.exists():
+            raise ValueError("not now")
+        self._documents.read(document, start, length, out)
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"next_step": 3}, {"data": None}, *({"next_step": n} for n in (-5, 2.7, "7", None, True))]
+)
+def test_a_state_that_is_none_is_refused(state):
+    iterator = BatchIterator(batches_of([8] * 4, small_spec()))
+    whole = iterator.get_state()
+    with pytest.raises(ValueError, match="no saved position"):
+        iterator.set_state({**whole, **state} if "next_step" in state and state["next_step"] != 3 else state)
+    iterator.close()
+
+
 # --------------------------------------------------------------------------------------------- a loader of one's own
 
 
-@pytest.mark.parametrize("shards", [1, 2, 4])
-def test_grains_loader_gives_each_shard_its_rows(shards):
+@pytest.mark.parametrize(("shards", "workers"), [(1, 0), (2, 0), (4, 0), (2, 3)])
+def test_grains_loader_gives_each_shard_its_rows(shards, workers):
     """An already packed dataset behind grain.DataLoader: batches and plans are those of the steps they belong to."""
     spec = small_spec(pool_size=2)
     sampler = PoolSampler([[int(n)] for n in LENGTHS], spec, pools=4, micro_steps=2, last_step="drop")
     rows = [np.where(np.arange(64) < n, i + 1, 0) for i, n in enumerate(LENGTHS)]  # segment id: whose it is, from 1
     served = []
     for shard in range(shards):
-        placed = PlacementSampler(sampler, steps=sampler.steps_per_epoch, shards=shards)
+        placed = PlacementSampler(sampler, steps=sampler.steps_per_epoch, shards=shards, workers=workers)
+        assert placed.records_per_step == 16 // shards
         mine = placed.rows(shard)
         loader = grain.DataLoader(
             data_source=rows,
             sampler=placed,
             operations=[grain.transforms.Batch(2 * len(mine), drop_remainder=True)],
-            worker_count=0,
+            worker_count=workers,
             shard_options=grain.sharding.ShardOptions(shard, shards, drop_remainder=True),
         )
         batches = list(loader)
@@ -194,6 +238,7 @@ def test_grains_loader_goes_on_where_it_was():
     [
         ({}, {"shards": 3}, r"shards \(3\) must divide the 4 sequences"),
         ({}, {"steps": 0}, r"steps \(0\)"),
+        ({}, {"steps": 3, "workers": 2}, r"workers \(2\) must divide steps \(3\)"),
         ({"last_step": "pad"}, {}, "10 sequences do not fill steps of 4"),
     ],
 )
@@ -201,5 +246,7 @@ def test_loaders_that_cannot_be_served_are_refused(options, given, words):
     sampler = PoolSampler([[8]] * 10, small_spec(), pools=2, **({"last_step": "drop"} | options))
     with pytest.raises(ValueError, match=words):
         PlacementSampler(sampler, **({"steps": 2} | given))
+    with pytest.raises(ValueError, match=r"shard 1 of a sampler with shards=1"):
+        PlacementSampler(PoolSampler([[8]] * 8, small_spec(), pools=2), steps=2).plans(0, 1)
     with pytest.raises(IndexError, match="record 8 of 8"):
         PlacementSampler(PoolSampler([[8]] * 8, small_spec(), pools=2), steps=2)[8]

@@ -77,7 +77,7 @@ def test_output_and_gradients_equal_the_dense_mixture(config, mesh, transport, s
     ("config", "width"),
     [
         (MoEConfig(7, 7, 5), 7),  # ranks divide nothing: weights are whole on every rank
-        (MoEConfig(6, 1, INNER), WIDTH),
+        (MoEConfig(6, 1, INNER), WIDTH),  # eight ranks divide the width
         (MoEConfig(4, 4, 5, experts="spread", capacity=0.01), 7),  # whole in every pool; rounds of one token
     ],
     ids=["gathered-all", "gathered-one", "spread-all"],
@@ -112,7 +112,7 @@ def test_padding_may_hold_anything_and_a_second_run_has_the_same_bits(config: Mo
 
 
 def test_bfloat16_multiplies_in_bfloat16_and_adds_in_float32() -> None:
-    config = SPREAD
+    config = MoEConfig(12, 2, INNER, experts="spread")  # three experts a rank, spread over two pools by their width
     layer = random_layer(config, 5, (16, 16, 16, 16))
     layer = jax.tree.map(lambda a: a if a.dtype == bool else a.astype(jnp.bfloat16).astype(np.float32), layer)
     got, want = compiled(config, (2, 2, 2), "bfloat16")(layer), dense(layer, config)

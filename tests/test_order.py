@@ -66,7 +66,7 @@ def test_corpora_have_their_shares_after_any_number_of_sequences(sizes, weights,
     part = np.searchsorted(first, numbers, side="right") - 1
     for i, weight in enumerate(weights):
         mine = numbers[part == i] - first[i]
-        assert abs(len(mine) - stop * Fraction(weight, sum(weights))) <= 1 + stop / 10_000
+        assert abs(len(mine) - stop * Fraction(weight, sum(weights))) < 1 + stop / 10_000
         assert len(mine) == order.served(stop)[i]
         for epoch in range(0, len(mine), sizes[i]):
             served = mine[epoch : epoch + sizes[i]].tolist()
@@ -75,6 +75,21 @@ def test_corpora_have_their_shares_after_any_number_of_sequences(sizes, weights,
     covered = order.covered
     assert (order.epochs(covered) >= 1).all()
     assert (order.epochs(covered - 1) < 1).any()
+
+
+@pytest.mark.parametrize(
+    "weights", [[50] + [1] * 50, [0.7, 0.1, 0.1, 0.1], [1] * 30, [1, 1e-4, 0.3], [1e308, 1.7e308], [5]]
+)
+def test_shares_are_kept_within_one_sequence_at_every_position(weights):
+    """Many corpora of one weight must not come in a block; any stretch is within two."""
+    order = WeightedOrder([Counts([7])] * len(weights), weights, seed=0)
+    part = order.take(0, 20_003) // 7
+    had = np.cumsum(part[:, None] == np.arange(len(weights)), axis=0)
+    share = order.weights / order.weights.sum()
+    scaled = np.array(weights) / max(weights)
+    np.testing.assert_allclose(share, scaled / scaled.sum(), atol=1e-4)
+    assert np.abs(had - np.arange(1, 20_004)[:, None] * share).max() < 1
+    assert order.served(20_003).tolist() == had[-1].tolist()
 
 
 @pytest.mark.parametrize(
@@ -131,6 +146,22 @@ def test_listed_sequences_are_kept_flat():
     joined = JoinedSequences([listed, ListedSequences([[9]], 64)])
     assert joined.find(300_003) == (1, 0)
     assert joined.lengths(300_003).tolist() == [9]
+
+
+def test_steps_are_whole_numbers_of_any_size_and_type():
+    parts = [Counts([1000]), Counts([70])]
+    for options in ({}, {"weights": (3, 1)}):
+        sampler = PoolSampler(parts, small_spec(pool_size=4), pools=2, **options)
+        for step in (2**28 - 1, 2**29, 2**31 - 1):
+            expected = sampler.step_sequences(step).tolist()
+            assert sampler.step_sequences(np.int32(step)).tolist() == expected
+            assert sampler[np.int32(step)].tolist() == sampler[step].tolist()
+        assert len(sampler.step_sequences(2**50)) == 8
+        for wrong in (1.0, "1", True, None):
+            with pytest.raises(TypeError):
+                sampler.step_sequences(wrong)
+        with pytest.raises(IndexError, match=r"step \(-1\) must be 0 or more"):
+            sampler.epochs(-1)
 
 
 def test_a_far_step_looks_at_its_own_sequences_alone():

@@ -1,5 +1,6 @@
 """Documents fill sequences, a window of the corpus at a time: nothing is lost, nothing is there twice."""
 
+import concurrent.futures
 import os
 import pickle
 import unittest.mock
@@ -205,11 +206,33 @@ def test_an_index_is_used_again_and_never_for_other_data(tmp_path, monkeypatch):
         assert made(**other) == 1, other
         assert made(**other) == 0, other
         assert made() == 1
-    for damage in (b"", file.read_bytes()[:-30], b"PK\x03\x04nonsense"):
+    whole = file.read_bytes()
+    flipped = [whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :] for at in (4, 6, 8, 30, len(whole) - 20)]
+    for damage in (b"", whole[:-30], b"PK\x03\x04nonsense", b"\x93NUMPY\x01\x00", *flipped):
         file.write_bytes(damage)
         assert made(lengths=changed) == 1
         assert made(lengths=changed) == 0
     assert os.listdir(file.parent) == ["index.npz"]
+
+
+def test_an_index_that_cannot_be_kept_stops_nothing(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    expected = PackedDocuments([5] * 100, 16).counts.tolist()
+    with pytest.warns(UserWarning, match="index cannot be kept, and will be made again"):
+        packed = PackedDocuments([5] * 100, 16, index=tmp_path / "file" / "index")
+    assert packed.counts.tolist() == expected
+
+
+def test_threads_may_ask_at_once(monkeypatch):
+    """Grain reads map datasets in threads."""
+    monkeypatch.setattr(packing_module, "_REMEMBERED", 300)
+    packed = PackedDocuments(np.full(5_000, 3), 64, window_sequences=4)
+    expected = [packed.pieces(number).document.tolist() for number in range(len(packed))]
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        numbers = np.random.default_rng(0).permutation(list(range(len(packed))) * 8).tolist()
+        got = list(threads.map(lambda number: packed.pieces(number).document.tolist(), numbers))
+    assert got == [expected[number] for number in numbers]
+    assert packed._remembered == sum(len(pieces.document) for _, pieces in packed._packed.values())
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import os
 import sys
 import time
@@ -21,6 +22,7 @@ import numpy as np
 from libra_jax.data.config import DataConfig
 from libra_jax.data.corpora import Corpus, open_corpora
 from libra_jax.data.orphans import end_with_parent
+from libra_jax.data.packing import Pieces
 from libra_jax.data.pool_size import Planner, PoolSizes, plan_step
 from libra_jax.data.sampler import EMPTY, PoolSampler
 from libra_jax.plan import check_batch
@@ -29,6 +31,7 @@ from libra_jax.workload import CostModel
 
 PADDING_TOKEN = 0
 """Token of padding. No token of a document sees it and no loss counts it, so that it may be one of the vocabulary."""
+_LOOKED_AT = 256
 ARRAYS = ("tokens", "targets", "segment_ids", "positions")
 
 
@@ -166,13 +169,8 @@ class StepBatches(grain.MapDataset):
         pieces = corpus.packed.pieces(there)
         tokens = rows["tokens"][: int(pieces.length.sum())]
         corpus.documents.read(*pieces, tokens)
-        if self.vocab_size is not None and not (tokens.min() >= 0 and tokens.max() < self.vocab_size):
-            at = int(np.argmax((tokens < 0) | (tokens >= self.vocab_size)))
-            document = int(pieces.document[np.searchsorted(np.cumsum(pieces.length), at, side="right")])
-            raise ValueError(
-                f"document {document} of {corpus.name} holds token {tokens[at]}, and the model's vocabulary has "
-                f"{self.vocab_size} (model.vocab_size): it was made with another tokenizer"
-            )
+        if self.vocab_size is not None:
+            _check_vocabulary(corpus, pieces, tokens, self.vocab_size)
         describe_documents(pieces.length, rows)
 
 
@@ -183,6 +181,29 @@ def check_step(batch: dict[str, Any]) -> None:
     planned = (batch["pool_numbers"][:, None] * size + np.arange(size)).ravel()
     first = first.reshape(first.shape[0], len(planned), 1, *first.shape[3:])[:, np.searchsorted(planned, rows)]
     check_batch(dataclasses.replace(plans, first_visible=first), batch["segment_ids"])
+
+
+def _check_vocabulary(corpus: Corpus, pieces: Pieces, tokens: np.ndarray, vocab_size: int) -> None:
+    """Refuses tokens that the model has no row for, which XLA would take for others. pieces: they lie end to end."""
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        at = int(np.argmax((tokens < 0) | (tokens >= vocab_size)))
+        document = int(pieces.document[np.searchsorted(np.cumsum(pieces.length), at, side="right")])
+        raise ValueError(
+            f"document {document} of {corpus.name} holds token {tokens[at]}, and the model's vocabulary has "
+            f"{vocab_size} (--model.vocab-size): it was made with another tokenizer"
+        )
+
+
+def _look_at_some(corpus: Corpus, vocab_size: int) -> None:
+    """Looks at the beginnings of documents from all over the corpus, so that a wrong vocabulary shows at the start."""
+    lengths = corpus.documents.lengths
+    numbers = np.unique(np.linspace(0, len(lengths) - 1, _LOOKED_AT).astype(np.int64))
+    length = np.minimum(lengths[numbers].astype(np.int64), _LOOKED_AT)
+    pieces = Pieces(numbers[length > 0], np.zeros(np.count_nonzero(length), np.int64), length[length > 0])
+    tokens = np.empty(pieces.length.sum(), np.int32)
+    if len(tokens):
+        corpus.documents.read(*pieces, tokens)
+        _check_vocabulary(corpus, pieces, tokens, vocab_size)
 
 
 class BatchIterator(grain.DatasetIterator):
@@ -213,7 +234,11 @@ class BatchIterator(grain.DatasetIterator):
     def __next__(self) -> dict[str, Any]:
         self._assert_not_closed()
         began = time.perf_counter()
-        batch = next(self._started())
+        try:
+            batch = next(self._started())
+        except BaseException:  # whoever asks again gets this step, not the next one that was made ahead
+            self._stop()
+            raise
         self._step += 1
         return batch | {"waited_seconds": time.perf_counter() - began}
 
@@ -224,13 +249,15 @@ class BatchIterator(grain.DatasetIterator):
         return {"next_step": self._step, "data": self.identity}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        saved, now = state["data"], self.identity
+        step, saved, now = state.get("next_step"), state.get("data"), self.identity
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0 or not isinstance(saved, dict):
+            raise ValueError(f"this is no saved position: {json.dumps(state)[:200]}")
         changed = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
         if changed:
             lines = "\n".join(f"  {name}: {saved.get(name)!r} saved, {now.get(name)!r} now" for name in changed)
             raise ValueError(f"the saved position belongs to other data:\n{lines}")
         self._stop()
-        self._step = int(state["next_step"])
+        self._step = step
 
     def close(self) -> None:
         self._stop()
@@ -307,8 +334,10 @@ def open_step_batches(
         if vocab_size is not None and words is not None and words > vocab_size:
             raise ValueError(
                 f"{corpus.name} was made with a tokenizer of {words} tokens ({corpus.documents.tokenizer}), and the "
-                f"model's vocabulary has {vocab_size} (model.vocab_size)"
+                f"model's vocabulary has {vocab_size} (--model.vocab-size)"
             )
+        if vocab_size is not None and words is None:
+            _look_at_some(corpus, vocab_size)
     sampler = PoolSampler(
         [corpus.packed for corpus in corpora],
         spec,

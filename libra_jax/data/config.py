@@ -26,8 +26,8 @@ class DataConfig:
     suffixes: tuple[str, ...] = _free(TEXT_SUFFIXES)
     """What a file in a folder or package must end with to be read."""
     weights: tuple[float, ...] | None = None
-    """One for each path: its share of the tokens of every stretch of steps, on any scale; a corpus that has been served
-    whole starts anew. None: every sequence of every corpus once an epoch."""
+    """One for each path: its share of the sequences, on any scale; a corpus that has been served whole starts anew.
+    None: every sequence of every corpus once an epoch."""
     held_out: float = 0.0
     """Share of the documents that is never trained on, but kept for evaluation; the same ones whatever the seed."""
     packer: Literal["first_fit", "best_fit", "concat_and_split"] = "first_fit"
@@ -75,7 +75,8 @@ class DataConfig:
             if self.packages or len(self.weights) != len(self.paths):
                 raise ValueError(
                     f"data.weights has {len(self.weights)} entries for {len(self.paths)} paths and "
-                    f"{len(self.packages)} packages: one for each path is needed, and packages have none"
+                    f"{len(self.packages)} packages: one for each path is needed, and packages have none "
+                    "(--data.packages with nothing after it takes none)"
                 )
             if not all(math.isfinite(weight) and weight > 0 for weight in self.weights):
                 raise ValueError(f"data.weights {self.weights} must be finite and above 0")

@@ -14,7 +14,7 @@ from libra_jax.data.config import DataConfig
 from libra_jax.data.documents import TextDocuments
 from libra_jax.data.megatron import MegatronDocuments
 from libra_jax.data.packing import PackedDocuments
-from libra_jax.data.prepared import MANIFEST, PreparedDocuments, packing_index
+from libra_jax.data.prepared import MANIFEST, UNFINISHED, PreparedDocuments, packing_index
 from libra_jax.data.sources import Documents
 
 
@@ -28,13 +28,16 @@ class Corpus:
 
     def describe(self) -> list[str]:
         """What was found, and what becomes of it, in sentences."""
-        packed = self.packed
-        long = packed.totals.describe(packed.seq_len, packed.rules["long_documents"])
-        return [
-            f"{self.name}: {self.documents.describe()}",
-            *([long] if long else []),
-            f"{len(packed):,} packed sequences, {packed.fill:.2%} full",
-        ]
+        packed, lines = self.packed, [f"{self.name}: {self.documents.describe()}"]
+        if self.documents.tokenizer is None:
+            lines.append("its tokenizer is not known: that its tokens are the model's is for you to know")
+        served, apart = packed.totals, packed.windows.apart
+        if apart.documents:
+            share = f"{apart.documents:,} documents with {apart.tokens:,} tokens"
+            what = "are held out" if packed.rules["split"] == "train" else "are for training and left out here"
+            lines.append(f"{share} {what}; {served.documents:,} with {served.tokens:,} remain")
+        lines += filter(None, [served.describe(packed.seq_len, packed.rules["long_documents"])])
+        return [*lines, f"{len(packed):,} packed sequences, {packed.fill:.2%} full"]
 
 
 def open_corpora(
@@ -84,7 +87,7 @@ def _open_documents(config: DataConfig) -> dict[str, Documents]:
     found: dict[str, Documents] = {}
     text = []
     for path in config.paths:
-        stored = _stored(path)
+        stored = stored_documents(path)
         if stored is None and config.weights is None:
             text.append(path)
         else:
@@ -94,11 +97,18 @@ def _open_documents(config: DataConfig) -> dict[str, Documents]:
     return found
 
 
-def _stored(path: str) -> Documents | None:
-    """Documents that are tokens already; None where a path is not such."""
+def stored_documents(path: str | os.PathLike) -> Documents | None:
+    """Documents that are tokens already; None where a path is not such. Raises FileNotFoundError for what `libra
+    prepare` has not finished."""
+    path = os.fspath(path)
     if Path(path, MANIFEST).is_file():
         return PreparedDocuments.open(path)
     prefix = path.removesuffix(".idx").removesuffix(".bin")
-    if Path(f"{prefix}.idx").is_file() or (prefix != path and not Path(path).is_file()):
+    if any(Path(prefix + ending).is_file() for ending in (".idx", ".bin")):
         return MegatronDocuments.open(prefix)
+    if any(Path(path).glob("*.array_record")):
+        raise FileNotFoundError(f"{path} holds shards of `libra prepare`, and its {MANIFEST} is missing")
+    name = os.path.normpath(path).removesuffix(UNFINISHED)
+    if not Path(name).exists() and Path(name + UNFINISHED).is_dir():
+        raise FileNotFoundError(f"{name} is not finished: the same `libra prepare` again goes on with it")
     return None

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from libra_jax.data.config import TEXT_SUFFIXES
+from libra_jax.data.corpora import stored_documents
 from libra_jax.data.documents import text_files
 from libra_jax.workload import check_lengths
 
@@ -33,7 +34,8 @@ def read_lengths(
 ) -> np.ndarray:
     """Tokens of every document in `path`, (documents,) int64, each at least 1.
 
-    A folder: every file below it that ends with one of `suffixes` is a document. A file: `.npy` holds an array of
+    A folder that `libra prepare` made, or the prefix of a Megatron-LM .bin/.idx pair: its documents. Another folder:
+    every file below it that ends with one of `suffixes` is a document. A file: `.npy` holds an array of
     lengths; `.json` a list of them, or quantiles {"probability": [...], "length_tokens": [...]}; `.jsonl` a length or
     an object with a "text" on each line; any other, numbers apart by spaces, commas or lines. kind="text" reads a file
     as one document of text, whatever it is called.
@@ -48,9 +50,12 @@ def read_lengths(
         raise ValueError(f"kind ({kind!r}) must be 'auto' or 'text'")
     if not bytes_per_token > 0:
         raise ValueError(f"bytes_per_token ({bytes_per_token}) must be above 0")
-    if not path.exists():
+    if not path.exists() and not path.with_name(f"{path.name}.idx").is_file():
         raise FileNotFoundError(f"{path}: no such file or folder")
     try:
+        stored = stored_documents(path) if kind == "auto" else None
+        if stored is not None:
+            return np.asarray(stored.lengths[stored.lengths > 0], np.int64)
         if path.is_dir():
             sizes = [file.stat().st_size for file in text_files(path, suffixes)]
             if not any(sizes):

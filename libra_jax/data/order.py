@@ -8,6 +8,7 @@ at 0. Pure functions of (numbers of sequences, seed, position). NumPy only.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -85,10 +86,14 @@ class EpochOrder:
         self.counts, self._seed = np.asarray(counts, np.int64), (seed, part)
         self.size = int(self.counts.sum())
         self._first = np.cumsum(self.counts) - self.counts
-        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._windows = functools.lru_cache(maxsize=2)(self._windows_of)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_epochs": {}}
+        return {name: value for name, value in self.__dict__.items() if name != "_windows"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._windows = functools.lru_cache(maxsize=2)(self._windows_of)
 
     def take(self, epoch: int, start: int, stop: int) -> np.ndarray:
         windows, begins = self._windows(epoch)
@@ -102,23 +107,19 @@ class EpochOrder:
             within[here] = shuffled[within[here]]
         return self._first[window] + within
 
-    def _windows(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    def _windows_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Windows that are not empty in the order of an epoch, and the position at which each begins."""
-        if epoch not in self._epochs:
-            windows = np.random.default_rng([*self._seed, epoch]).permutation(np.flatnonzero(self.counts))
-            counts = self.counts[windows]
-            while len(self._epochs) > 1:
-                del self._epochs[next(iter(self._epochs))]
-            self._epochs[epoch] = windows, np.cumsum(counts) - counts
-        return self._epochs[epoch]
+        windows = np.random.default_rng([*self._seed, epoch]).permutation(np.flatnonzero(self.counts))
+        counts = self.counts[windows]
+        return windows, np.cumsum(counts) - counts
 
 
 class WeightedOrder:
-    """Sequences of several parts in turns, so that after any number of them each part has had its share.
+    """Sequences of several parts in turns, so that after any number of them each part is less than one from its share.
 
-    sizes and counts are those of the parts, which are numbered one after another. weights: (parts,) above 0, any scale;
-    shares are met within one part in 10,000, and a smaller share is refused. A part that has been served whole starts
-    its next epoch, in a new order, whatever the others do.
+    Parts are numbered one after another. weights: (parts,) above 0, any scale; shares are met within one part in
+    10,000, and a smaller share is refused. A part that has been served whole starts its next epoch, in a new order,
+    whatever the others do.
     """
 
     def __init__(self, parts: Sequence[PackedSequences], weights: Sequence[float], seed: int) -> None:
@@ -126,9 +127,7 @@ class WeightedOrder:
         self._orders = [EpochOrder(part.counts, seed, i) for i, part in enumerate(parts)]
         sizes = [order.size for order in self._orders]
         self._offset = np.cumsum([0, *sizes[:-1]])
-        times = [(np.arange(turns) + 0.5) / turns for turns in self.weights.tolist()]
-        parts_of = np.repeat(np.arange(len(parts)), self.weights)
-        self._pattern = parts_of[np.argsort(np.concatenate(times), kind="stable")]  # who has each turn of a cycle
+        self._pattern = _pattern(self.weights)  # who has each turn of a cycle
         mine = self._pattern[:, None] == np.arange(len(parts))
         self._before = np.concatenate([np.zeros((1, len(parts)), np.int64), np.cumsum(mine, axis=0)])
 
@@ -166,6 +165,21 @@ class WeightedOrder:
         return numbers
 
 
+def _pattern(turns: np.ndarray) -> np.ndarray:
+    """Which part has each turn of a cycle, (sum(turns),) int64: after any number of turns, each has had its share but
+    for less than one. The chairman assignment of Tijdeman (1980): of the parts that are due, the one whose bound is
+    the next to be reached."""
+    share = turns / turns.sum()
+    slack = 1 / (2 * max(len(turns), 2) - 2)
+    pattern, had = np.empty(turns.sum(), np.int64), np.zeros(len(turns))
+    for turn in range(len(pattern)):
+        behind = share * (turn + 1) - had
+        due = np.where(behind >= slack - 1e-9, (1 - slack - behind) / share, np.inf)
+        pattern[turn] = due.argmin()
+        had[pattern[turn]] += 1
+    return pattern
+
+
 def _turns(weights: Sequence[float], parts: int) -> np.ndarray:
     """Turns of each part in a cycle of at most `_TURNS`, (parts,) int64: largest remainder, lowest terms."""
     values = np.asarray(weights, np.float64)
@@ -173,6 +187,7 @@ def _turns(weights: Sequence[float], parts: int) -> np.ndarray:
         raise ValueError(f"{values.size} weights for {parts} corpora: one for each is needed")
     if not (np.isfinite(values).all() and (values > 0).all()):
         raise ValueError(f"weights {list(weights)} must be finite and above 0")
+    values = values / values.max()
     exact = values / values.sum() * _TURNS
     turns = np.floor(exact).astype(np.int64)
     short = _TURNS - int(turns.sum())

@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import zipfile
+import tempfile
+import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -115,18 +117,23 @@ class PackedDocuments:
         }
         self.counts = self._indexed(seed, index, ready)
         self._first = np.concatenate([[0], np.cumsum(self.counts)])
-        self._packed: OrderedDict[int, tuple[np.ndarray, Pieces]] = OrderedDict()
-        self._remembered = 0
+        self._forget()
 
     def __len__(self) -> int:
         return int(self._first[-1])
 
     def __getstate__(self) -> dict[str, Any]:
-        lengths = place_in_file(self._document_lengths)
-        return self.__dict__ | {"_document_lengths": lengths, "_packed": OrderedDict(), "_remembered": 0}
+        own = {name: value for name, value in self.__dict__.items() if name not in ("_packed", "_remembered", "_lock")}
+        return own | {"_document_lengths": place_in_file(self._document_lengths)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state | {"_document_lengths": from_file(state["_document_lengths"])})
+        self._forget()
+
+    def _forget(self) -> None:
+        """No window is packed."""
+        self._packed: OrderedDict[int, tuple[np.ndarray, Pieces]] = OrderedDict()
+        self._remembered, self._lock = 0, threading.Lock()
 
     @property
     def fill(self) -> float:
@@ -148,9 +155,14 @@ class PackedDocuments:
 
     def _window(self, window: int) -> tuple[np.ndarray, Pieces]:
         """(sequences + 1,) where each sequence of a window starts among its pieces, and these."""
-        if window in self._packed:
+        with self._lock:  # Grain reads map datasets in threads
+            if window not in self._packed:
+                self._pack(window)
             self._packed.move_to_end(window)
             return self._packed[window]
+
+    def _pack(self, window: int) -> None:
+        """Packs a window, and remembers it in the place of those that were not asked for longest."""
         document, start, length = self._items(window)
         packed = pack(length, self.seq_len, self.packer, self.max_documents)
         assert packed.count == self.counts[window], "packing is a function of its arguments"
@@ -161,7 +173,6 @@ class PackedDocuments:
         while self._remembered > _REMEMBERED and len(self._packed) > 1:
             _, (_, oldest) = self._packed.popitem(last=False)
             self._remembered -= len(oldest.document)
-        return bounds, pieces
 
     def _items(self, window: int) -> Pieces:
         """A window's documents as the rule for long ones leaves them, in the order in which they are packed."""
@@ -194,14 +205,17 @@ class PackedDocuments:
             return self._count()
         key = self._key(seed)
         for path in (ready, index):
-            with contextlib.suppress(OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
+            with contextlib.suppress(Exception):  # whatever a damaged file gives: it is only kept to save time
                 if path is not None:
                     with np.load(path) as found:
                         if str(found["key"]) == key:
                             return found["counts"]
         counts = self._count()
         if index is not None:
-            _keep(Path(index), key, counts)
+            try:
+                _keep(Path(index), key, counts)
+            except OSError as error:
+                warnings.warn(f"{index} cannot be kept, and will be made again: {error}", stacklevel=3)
         return counts
 
     def _key(self, seed: int) -> str:
@@ -226,10 +240,11 @@ def cut(lengths: np.ndarray, seq_len: int) -> Pieces:
 def _keep(path: Path, key: str, counts: np.ndarray) -> None:
     """Writes an index, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    file, unfinished = tempfile.mkstemp(prefix=path.name, dir=path.parent)  # hosts may write to one folder
     try:
-        with unfinished.open("wb") as file:
-            np.savez(file, key=np.array(key), counts=counts)
-        unfinished.replace(path)
+        os.chmod(file, 0o644)
+        with open(file, "wb") as out:
+            np.savez(out, key=np.array(key), counts=counts)
+        os.replace(unfinished, path)
     finally:
-        unfinished.unlink(missing_ok=True)
+        Path(unfinished).unlink(missing_ok=True)

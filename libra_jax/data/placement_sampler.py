@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import grain
@@ -23,26 +24,34 @@ class PlacementSampler:
     sampler: of the dataset's document lengths; with last_step="drop", as a record cannot be made of nothing.
     steps: how many steps the loader serves. A loader that goes on from a checkpoint needs the same number; use one as
         large as the run may become.
-    shards: over how many processes the loader is spread (`grain.ShardOptions.shard_count`): 1, or a number that the
-        sequences of a micro-step divide by. Shard s has the rows [s n / shards, (s + 1) n / shards) of each micro-step.
+    shards, workers: the loader's `ShardOptions.shard_count` and `worker_count`, which the sampler cannot see, and which
+        decide who asks for which index. shards must divide the sequences of a micro-step; shard s has the rows
+        [s n / shards, (s + 1) n / shards) of each. workers must divide steps; 0 and 1 are the same.
 
     A shard's records of one step, in order, are (micro_steps, n / shards) sequences: batch them with
-    `grain.transforms.Batch(micro_steps * n // shards)`. Raises ValueError naming both numbers where shards do not fit.
+    `grain.transforms.Batch(records_per_step)`. Raises ValueError naming both numbers where one does not fit.
     """
 
-    def __init__(self, sampler: PoolSampler, steps: int, shards: int = 1) -> None:
+    def __init__(self, sampler: PoolSampler, steps: int, shards: int = 1, workers: int = 0) -> None:
         rows = sampler.pools * sampler.spec.pool_size
         if steps < 1:
             raise ValueError(f"steps ({steps}) must be at least 1")
         if shards < 1 or rows % shards:
             raise ValueError(f"shards ({shards}) must divide the {rows} sequences of a micro-step")
+        if workers < 0 or steps % max(workers, 1):
+            raise ValueError(f"workers ({workers}) must divide steps ({steps}): each makes whole batches in turn")
         if sampler.last_step != "drop" and sampler.weights is None and len(sampler) % sampler.sequences_per_step:
             raise ValueError(
                 f"{len(sampler)} sequences do not fill steps of {sampler.sequences_per_step}, and a loader of records "
                 "cannot serve an empty one: give the PoolSampler last_step='drop'"
             )
-        self.sampler, self.steps, self.shards = sampler, steps, shards
-        self._latest: tuple[int, np.ndarray] | None = None
+        self.sampler, self.steps, self.shards, self.workers = sampler, steps, shards, max(workers, 1)
+        self._cache()
+
+    @property
+    def records_per_step(self) -> int:
+        """Of one shard."""
+        return self.sampler.sequences_per_step // self.shards
 
     def __len__(self) -> int:
         return self.steps * self.sampler.sequences_per_step
@@ -50,21 +59,27 @@ class PlacementSampler:
     def __getitem__(self, index: int) -> grain.RecordMetadata:
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of {len(self)}")
-        step, within = divmod(index, self.sampler.sequences_per_step)
-        order = self._order(step)
+        # Shard s asks for s, s + shards, ...; of these, worker w takes w, w + workers, ... and batches what it has.
+        asked, shard = divmod(index, self.shards)
+        asked, worker = divmod(asked, self.workers)
+        batch, record = divmod(asked, self.records_per_step)
+        key = self._slots(batch * self.workers + worker)[shard, record]
         rng = np.random.default_rng([self.sampler.seed, index])
-        return grain.RecordMetadata(index=index, record_key=int(order[within]), rng=rng)
+        return grain.RecordMetadata(index=index, record_key=int(key), rng=rng)
 
     def __repr__(self) -> str:
         """Grain compares this with that of the loader whose position it restores."""
         sampler = self.sampler
         return (
             f"PlacementSampler(sequences={len(sampler)}, sequences_per_step={sampler.sequences_per_step}, "
-            f"steps={self.steps}, shards={self.shards}, seed={sampler.seed}, across={sampler.across!r})"
+            f"steps={self.steps}, shards={self.shards}, workers={self.workers}, seed={sampler.seed}, "
+            f"across={sampler.across!r})"
         )
 
     def rows(self, shard: int = 0) -> np.ndarray:
         """Which of a micro-step's sequences a shard has, (rows,) int64."""
+        if not 0 <= shard < self.shards:
+            raise ValueError(f"shard {shard} of a sampler with shards={self.shards}: give it as many as the loader has")
         size = self.sampler.pools * self.sampler.spec.pool_size // self.shards
         return np.arange(shard * size, (shard + 1) * size)
 
@@ -72,14 +87,19 @@ class PlacementSampler:
         """Plans of the pools that hold a shard's rows, leading axes (micro_steps, pools, dp, cp)."""
         return plan_step(self.sampler, step, PoolSizes(), rows=self.rows(shard)).tables
 
-    def _order(self, step: int) -> np.ndarray:
-        """Sequence numbers of a step in the order in which the loader asks for them: every shard's first, then ..."""
-        if self._latest is None or self._latest[0] != step:
-            slots = self.sampler[step]
-            assert (slots != EMPTY).all(), "steps are full"
-            by_shard = slots.reshape(self.sampler.micro_steps, self.shards, -1).transpose(0, 2, 1)
-            self._latest = step, by_shard.ravel()
-        return self._latest[1]
+    def _slots_of(self, step: int) -> np.ndarray:
+        """(shards, records_per_step) sequence numbers."""
+        slots = self.sampler[step]
+        assert (slots != EMPTY).all(), "steps are full"
+        by_shard = slots.reshape(self.sampler.micro_steps, self.shards, -1)
+        return by_shard.transpose(1, 0, 2).reshape(self.shards, -1)
+
+    def _cache(self) -> None:
+        self._slots = functools.lru_cache(maxsize=8)(self._slots_of)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_latest": None}
+        return {name: value for name, value in self.__dict__.items() if name != "_slots"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._cache()

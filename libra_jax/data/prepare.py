@@ -64,7 +64,8 @@ class PrepareOptions:
     shard_tokens: int = 2**28
     """About so many tokens to a file; also how far apart the points are from which an interrupted run goes on."""
     suffixes: tuple[str, ...] = INPUT_SUFFIXES
-    """What a file in a folder must end with to be read; packed ones (.gz, .zst) are read as well."""
+    """What a file in a folder must end with to be read; compressed ones (.gz, .zst) are read as well. A file that is
+    named itself is read whatever it ends with, as text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,7 +325,8 @@ def summary(manifest: Manifest, out: Path) -> str:
     bad = manifest.left_out["bad"]
     lines = [
         f"{out}: {manifest}",
-        f"tokenizer {manifest.tokenizer['name']}, {manifest.tokenizer['vocab_size']:,} tokens in its vocabulary; "
+        f"tokenizer {manifest.tokenizer['name']}, {manifest.tokenizer['vocab_size']:,} tokens in its vocabulary, "
+        f"{manifest.tokenizer['end_of_document']} ends a document; "
         f"{len(manifest.shards):,} shards, {sum(shard.bytes for shard in manifest.shards) / 1e6:,.1f} MB",
         f"of {manifest.records:,} records {manifest.left_out['empty']:,} are empty and left out, "
         f"{sum(bad.values()):,} cannot be read and are left out",

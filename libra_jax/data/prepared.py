@@ -29,6 +29,8 @@ from libra_jax.data.sources import check_documents, check_pieces
 FORMAT = "libra-prepared"
 VERSION = 1
 MANIFEST = "manifest.json"
+UNFINISHED = ".unfinished"
+"""What the name of a folder ends with until it is whole."""
 LENGTHS = "lengths.npy"
 TOKENIZER = "tokenizer.json"
 INPUTS = "inputs.jsonl"

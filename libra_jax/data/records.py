@@ -221,12 +221,13 @@ def _json_text(line: bytes, column: str) -> bytes | Wrong:
     except UnicodeDecodeError as error:
         return "not UTF-8", _unicode_detail(error)
     except (ValueError, RecursionError) as error:
-        return "not JSON", str(error)
+        array = "; JSONL has one object a line, and this looks like a JSON array" if line.lstrip()[:1] == b"[" else ""
+        return "not JSON", f"{error}{array}"
     if not isinstance(record, dict):
         return "not a JSON object", f"it is of type {type(record).__name__}"
     if column not in record:
         there = ", ".join(map(repr, list(record)[:20])) or "no keys at all"
-        return "no text column", f"no {column!r} among {there}"
+        return "no text column", f"no {column!r} among {there}; --text-column names another"
     text = record[column]
     if not isinstance(text, str):
         return "text is not a string", f"{column!r} is {'null' if text is None else f'of type {type(text).__name__}'}"

@@ -8,6 +8,7 @@ however many there are and whichever step it is. NumPy only.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,8 +31,8 @@ class PoolSampler:
         `PackedDocuments`; or a list of such, several corpora, whose sequences are numbered one after another.
     spec: pool_size and the shapes that work is counted with. pools, micro_steps: slots of a step.
     seed: every epoch deals all sequences anew, in an order that depends on (seed, epoch).
-    weights: one for each corpus: its share of the sequences, and so of the tokens, of every stretch of steps. Each then
-        has epochs of its own, and no step is partial. None: an epoch is all sequences of all corpora, once.
+    weights: one for each corpus: its share of the sequences, met within one sequence after any number of them. Each
+        then has epochs of its own, and no step is partial. None: an epoch is all sequences of all corpora, once.
     across: as in `libra_jax.place`. "pools", the default: sequences of like cost share a micro-step, whose pools are
         equal, and micro-steps may differ; pools wait for one another within a micro-step only, unless a pipeline lets
         micro-steps overlap, and sequences that are alike leave little to move between ranks.
@@ -97,15 +98,14 @@ class PoolSampler:
 
     def epochs(self, step: int) -> np.ndarray:
         """How often each corpus has been served before `step`, (corpora,) float64."""
+        step = _whole(step)
         if self._weighted is not None:
             return self._weighted.epochs(step * self.sequences_per_step)
         return np.full(len(self.sequences.parts), step / self.steps_per_epoch)
 
     def step_sequences(self, step: int) -> np.ndarray:
         """Sequences of `step` in the order in which they come, before placement: (sequences_per_step,) int64."""
-        if step < 0:
-            raise IndexError(f"step ({step}) must be 0 or more")
-        size = self.sequences_per_step
+        step, size = _whole(step), self.sequences_per_step
         if self._weighted is not None:
             return self._weighted.take(step * size, (step + 1) * size)
         epoch, within = divmod(step, self.steps_per_epoch)
@@ -144,6 +144,16 @@ class PoolSampler:
 
     def _lengths(self, number: int) -> np.ndarray:
         return np.zeros(0, np.int64) if number == EMPTY else self.sequences.lengths(number)
+
+
+def _whole(step: int) -> int:
+    """A step as a Python integer, which never overflows. TypeError for what is no whole number, IndexError below 0."""
+    if isinstance(step, bool):
+        raise TypeError(f"step ({step}) must be a whole number")
+    number = operator.index(step)
+    if number < 0:
+        raise IndexError(f"step ({number}) must be 0 or more")
+    return number
 
 
 def _parts(sequences: Any, spec: PoolSpec) -> list[PackedSequences]:

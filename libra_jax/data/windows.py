@@ -56,7 +56,7 @@ class Windows:
 
     chunk: documents in a chunk; the corpus' last chunk may have fewer. order: (chunks of the split,) int32 chunk
     numbers as they are dealt. bounds: (windows + 1, 3) int64 where each window starts: place in `order`, document in
-    that chunk, token of that document; the last row is the end.
+    that chunk, token of that document; the last row is the end. totals, apart: of this split, and of the other.
     """
 
     documents: int
@@ -65,6 +65,7 @@ class Windows:
     bounds: np.ndarray
     seed: int
     totals: Totals
+    apart: Totals
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -117,6 +118,7 @@ def deal_windows(
     chosen = _split(-(-count // chunk), held_out, split)
     per_chunk, table = _chunk_tokens(lengths, seq_len, rule, chunk)
     totals = Totals(*(int(column[chosen].sum()) for column in table))
+    apart = Totals(*(int(column.sum()) - here for column, here in zip(table, dataclasses.astuple(totals), strict=True)))
     if not totals.kept_tokens:
         raise ValueError(
             f"no token is left to serve: {totals.documents} documents in the split {split!r}, {totals.empty} of them "
@@ -145,7 +147,7 @@ def deal_windows(
         bounds.append((len(order), 0, 0))
     else:
         bounds[-1] = (len(order), 0, 0)
-    return Windows(count, chunk, order, np.array(bounds, np.int64), seed, totals)
+    return Windows(count, chunk, order, np.array(bounds, np.int64), seed, totals, apart)
 
 
 def _kept(sizes: np.ndarray, seq_len: int, rule: str) -> np.ndarray:

@@ -91,7 +91,9 @@ def _backward(layout: Layout, kept: Any, d_out: jax.Array) -> tuple[jax.Array, N
         items = Items(sort.order // chosen.shape[1], factors.reshape(-1)[sort.order], jnp.diff(sort.offsets))
         d_x, d_items, d_experts = grouped_swiglu_backward(x, d_out, items, experts)
         d_factors = d_items[sort.places].reshape(factors.shape)
-        return d_x.astype(x.dtype), None, d_factors, _scattered(d_experts, layout)
+        # Neither is there before the other: whole gradients of experts are not to wait for the end of the step.
+        d_x, d_experts = lax.optimization_barrier((d_x.astype(x.dtype), _scattered(d_experts, layout)))
+        return d_x, None, d_factors, d_experts
     road = _Road(x, chosen, sort, layout)
 
     def round_(j: jax.Array, sums: Any) -> Any:

@@ -4,16 +4,17 @@ Router as published (Qwen3 technical report, arXiv 2505.09388): softmax over all
 normalised to sum 1; no bias, no shared expert. Takes what the norm before it gives, gives the same shape, and with it
 the sums that the load-balancing loss is made of, per rank, so that a layer exchanges nothing beyond its pool for them.
 
-Experts are where tokens are, or tokens go where experts are (`MoEConfig.experts`), with the same result. What it takes
-beside the parameters' shards, in bytes, with R = pool_size · cp ranks to a pool, Q pools, T tokens of a rank, width D,
-expert width F, c bytes a number in the type of the computation (W = 3·E·D·F numbers):
+Experts are where tokens are, or tokens go where experts are (`MoEConfig.experts`), with the same result. What a layer
+takes beside the parameters' shards, in bytes, with R = pool_size · cp ranks to a pool, Q pools, T tokens of a rank,
+width D, expert width F, c bytes a number in the type of the computation, W = 3·E·D·F:
 
-    gathered   weights c·W, their gradients 4·W; every rank receives c·W a pass, from all ranks
-    spread     weights c·W/R, their gradients 4·W/R; received per pass c·W/R, from the same rank of other pools;
-               a round's buffers, about 4·capacity·T·k·D·c (twice that backward), inside the pool
+    gathered   weights c·W (twice while the compiler gathers a layer ahead), their gradients 4·W; moved: c·W a pass, to
+               every rank from all ranks
+    spread     weights c·W/R, their gradients 4·W/R; moved: c·W/R a pass, among ranks of different pools; a round's
+               buffers, about 6·capacity·T·k·D·c (backward 10), inside the pool
 
-Either way a parameter with its gradient and AdamW's two moments takes 16 bytes, over all R·Q ranks; where Q divides
-neither D nor F, spread experts are the same in each pool, and take Q times that.
+and 4·T·D for sums. Either way a parameter with its gradient and AdamW's two moments takes 16 bytes, spread over all
+R·Q ranks; where Q divides neither E/R nor D nor F, spread experts are the same in each pool, and take Q times that.
 """
 
 from __future__ import annotations
@@ -108,17 +109,31 @@ def load_balancing_loss(statistics: Statistics, *, across_layers: bool = False) 
     return counts.shape[-1] * jnp.mean(jnp.sum(products, axis=-1))
 
 
-def expert_spec(shape: tuple[int, int, int], config: MoEConfig, mesh: Mesh, first: int = 0) -> PartitionSpec:
+def expert_spec(shape: tuple[int, ...], config: MoEConfig, mesh: Mesh, first: int = 0) -> PartitionSpec:
     """How gate, up or down, shape (E, ., .), lies on the mesh; `first` dimensions (layers) come before these.
 
-    Gathered experts lie like every parameter. Spread ones lie over the pool's ranks by expert, and over pools along
-    the longer of the other two dimensions that pools divide.
+    Gathered experts lie over all ranks; spread ones over the pool's ranks by expert, and what a rank of the pool has
+    over the pools. By expert where numbers allow it, so that what is gathered is in order as it comes; else along the
+    longest dimension that ranks divide; else every rank keeps all.
     """
+    axes, along = _gathers(shape, config, mesh)
     if config.experts == "gathered":
-        return spread_spec((1,) * first + shape, mesh.size, first=first)
-    along = spread_dimension(shape[1:], mesh.shape["pool"])
-    rest = () if along is None else (None,) * along + ("pool",)
-    return PartitionSpec(*[None] * first, POOL_AXES, *rest)
+        dimensions = () if along is None else (*[None] * along, axes)
+    elif along is None or along == 0:
+        dimensions = ((*POOL_AXES, *axes) if along == 0 else POOL_AXES,)
+    else:
+        dimensions = (POOL_AXES, *[None] * (along - 1), axes)
+    return PartitionSpec(*[None] * first, *dimensions)
+
+
+def _gathers(shape: tuple[int, ...], config: MoEConfig, mesh: Mesh) -> tuple[tuple[str, ...], int | None]:
+    """The mesh axes over which experts of this shape are gathered, and along which dimension (None: they are whole)."""
+    if config.experts == "gathered":
+        along = 0 if shape[0] % mesh.size == 0 else spread_dimension(shape, mesh.size)
+        return MESH_AXES, along
+    pools, own = mesh.shape["pool"], shape[0] // (mesh.shape["dp"] * mesh.shape["cp"])
+    along = spread_dimension(shape[1:], pools)
+    return ("pool",), 0 if own % pools == 0 else None if along is None else along + 1
 
 
 class MixtureOfExperts(nnx.Module):
@@ -173,15 +188,11 @@ def mixture_of_experts(
     ranks = check_experts(config, mesh.shape["dp"], mesh.shape["cp"])
     specs = jax.tree.map(lambda weight: expert_spec(weight.shape, config, mesh), experts)
     tokens = math.prod(x.shape[:2]) // mesh.size
-    axes, along = MESH_AXES, tuple(spread_dimension(weight.shape, mesh.size) for weight in experts)
-    if config.experts == "spread":
-        axes = ("pool",)
-        along = tuple(spread_dimension(w.shape[1:], mesh.shape["pool"]) for w in experts)
-        along = tuple(None if a is None else a + 1 for a in along)
+    gate, up, down = (_gathers(weight.shape, config, mesh) for weight in experts)
     layout = Layout(
         num_experts=config.num_experts,
-        axes=axes,
-        along=(along[0], along[1], along[2]),
+        axes=gate[0],
+        along=(gate[1], up[1], down[1]),
         ranks=ranks if config.experts == "spread" else None,
         run_items=run_items(config.capacity, tokens, config.experts_per_token, ranks),
         transport=_transport(transport, mesh, ranks),

@@ -136,7 +136,7 @@ def _train_steps(
         progress.update(bar, description="training")
         for step in range(done + 1, config.steps + 1):
             begin = time.perf_counter()
-            batch = next(batches)
+            batch = _next_batch(batches, step, checkpoints)
             arrays, plans = {name: batch[name] for name in ARRAYS}, batch["plans"]
             check_step(batch)
             program = programs[batch["pool_size"]]
@@ -165,6 +165,13 @@ def _compile(config: TrainConfig, mesh: Mesh, blueprint: Blueprint, console: Con
             _say(console, f"pool size {size}: {time.perf_counter() - started:.1f} s")
     _say(console, f"compiled in {time.perf_counter() - begin:.1f} s, once for the whole run")
     return programs
+
+
+def _next_batch(batches: BatchIterator, step: int, checkpoints: Checkpoints) -> dict[str, Any]:
+    try:
+        return next(batches)
+    except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: a worker process has ended
+        raise RunStopped(f"the batch of step {step} could not be made: {error}. {_left(checkpoints)}") from error
 
 
 def _record(config: TrainConfig, step: int, batch: Any, numbers: dict[str, Any], seconds: float) -> metrics.StepRecord:
@@ -233,7 +240,9 @@ def describe(config: TrainConfig, mesh: Mesh, data: StepBatches, console: Consol
             _say(console, line)
     sampler = data.sampler
     if sampler.weights is not None:
-        _say(console, f"weights {sampler.weights}; all have been seen whole after {sampler.steps_per_epoch:,} steps")
+        total, epochs = sum(sampler.weights), sampler.epochs(config.steps)
+        for corpus, weight, times in zip(data.corpora, sampler.weights, epochs, strict=True):
+            _say(console, f"{weight / total:.1%} of the tokens from {corpus.name}, seen {times:.2g} times in this run")
     else:
         _say(console, f"{sampler.steps_per_epoch:,} steps an epoch")
     shape, spec, platform = config.mesh, config.spec, mesh.devices.flat[0].platform

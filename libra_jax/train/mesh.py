@@ -108,16 +108,19 @@ def place_batch(
     """A step's arrays and tables on the mesh, sharded as `batch_shardings` says.
 
     arrays: (micro_steps, rows, seq_len), plans: tables (micro_steps, pools, dp, cp, ...), NumPy. rows, pools: which of
-        the step's they are, ascending: at least what lies on this process' devices. None: the whole step's.
+        the step's they are, ascending: at least what lies on this process' devices, else ValueError. None: the whole
+        step's.
     """
 
-    def place(array: Any, sharding: NamedSharding, numbers: np.ndarray | None, size: int) -> jax.Array:
+    def place(array: Any, sharding: NamedSharding, numbers: np.ndarray | None, size: int, what: str) -> jax.Array:
         if numbers is None:
             return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
         def part(index: Any) -> Any:
             first, stop, _ = index[1].indices(size)
             there = np.searchsorted(numbers, np.arange(first, stop))
+            if there[-1] >= len(numbers) or (numbers[there] != np.arange(first, stop)).any():
+                raise ValueError(f"{what} {first} to {stop - 1} lie on this process' devices, but it has {numbers}")
             return array[(index[0], slice(there[0], there[-1] + 1), *index[2:])]
 
         return jax.make_array_from_callback((array.shape[0], size, *array.shape[2:]), sharding, part)
@@ -125,8 +128,10 @@ def place_batch(
     row_shardings, table_shardings = batch_shardings(mesh, arrays, plans)
     side_by_side = mesh.shape["pool"], mesh.shape["pool"] * mesh.shape["dp"]
     return (
-        {name: place(array, row_shardings[name], rows, side_by_side[1]) for name, array in arrays.items()},
-        jax.tree.map(lambda table, sharding: place(table, sharding, pools, side_by_side[0]), plans, table_shardings),
+        {name: place(array, row_shardings[name], rows, side_by_side[1], "rows") for name, array in arrays.items()},
+        jax.tree.map(
+            lambda table, sharding: place(table, sharding, pools, side_by_side[0], "pools"), plans, table_shardings
+        ),
     )
 
 
