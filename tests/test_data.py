@@ -1,11 +1,15 @@
 """Text files become documents, and documents fill sequences: nothing is lost, nothing is there twice."""
 
+import errno
+import os
+import shutil
+
 import numpy as np
 import pytest
 from data_base import read_whole, write
 
 from libra_jax.data import DataConfig, TextDocuments
-from libra_jax.data.documents import END_OF_DOCUMENT, VOCAB_SIZE, decode, encode, text_files
+from libra_jax.data.documents import END_OF_DOCUMENT, VOCAB_SIZE, decode, encode, text_files, text_files_and_others
 
 # ----------------------------------------------------------------------------------------------------------- documents
 
@@ -22,6 +26,37 @@ def test_text_files_become_documents(tmp_path):
     assert documents.describe() == "2 text files, 10 byte tokens; 1 empty files left out"
     assert TextDocuments.open([tmp_path / "b.py"]).lengths.tolist() == [7]
     assert TextDocuments.open([tmp_path], suffixes=(".bin",)).lengths.tolist() == [2]
+
+
+def test_no_file_of_a_folder_is_lost_without_a_word(tmp_path):
+    write(tmp_path, {"U.TXT": b"1", "v.Md": b"2", "w.doc": b"3", ".x.doc": b"4", "sub/y.doc": b"5"})
+    (tmp_path / "link").symlink_to(tmp_path / "sub")
+    (tmp_path / ".#U.txt").symlink_to("somebody@somewhere.1234")  # an editor's lock
+    assert [path.name for path in text_files(tmp_path, (".txt", ".MD"))] == ["U.TXT", "v.Md"]
+    found, passed_over = text_files_and_others(tmp_path, (".txt",))
+    assert ([path.name for path in found], passed_over) == (["U.TXT"], 4)
+    (tmp_path / "lost.txt").symlink_to("nowhere")
+    with pytest.raises(FileNotFoundError, match=r"lost\.txt is a link to nothing: .*nowhere is not there"):
+        text_files(tmp_path)
+    (tmp_path / "lost.txt").unlink()
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(ValueError, match=r"pipe\.txt is a pipe"):
+        text_files(tmp_path)
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path):
+    """One that root cannot read either: its path is longer than a path may be."""
+    at = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(20):
+        os.mkdir("d" * 250, dir_fd=at)
+        deeper = os.open("d" * 250, os.O_RDONLY, dir_fd=at)
+        os.close(at)
+        at = deeper
+    os.close(at)
+    with pytest.raises(OSError, match="d/dddd") as error:
+        text_files(tmp_path)
+    assert error.value.errno == errno.ENAMETOOLONG
+    shutil.rmtree(tmp_path)
 
 
 def test_bytes_come_back_as_text():

@@ -1,6 +1,7 @@
 """`libra prepare`: what it makes of every kind of input, against the same files read by plain Python; what it refuses;
 and that an interrupted run ends with the same bytes as one that was left alone."""
 
+import base64
 import gzip
 import json
 import os
@@ -106,7 +107,9 @@ def test_every_text_of_every_kind_of_input_in_order(
         assert len(manifest.shards) >= len(expected) / 2
 
 
-def test_folders_are_walked_by_name_and_hidden_files_left_out(tmp_path: Path) -> None:
+def test_folders_are_walked_by_name_and_what_is_passed_over_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("b/2.txt", "b/10.md", "a.py", "c.jsonl", ".hidden.txt", ".git/x.txt", "image.png", "d.txt.gz"):
         path = tmp_path / "in" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,6 +120,15 @@ def test_folders_are_walked_by_name_and_hidden_files_left_out(tmp_path: Path) ->
     assert texts_in(tmp_path / "out") == [
         f"in {name}" for name in ("a.py", "b/10.md", "b/2.txt", "c.jsonl", "d.txt.gz")
     ]
+    capsys.readouterr()
+    run([tmp_path / "in"], options(tmp_path / "out"))
+    assert "1 files in the named folders are passed over" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"no file in this folder ends with one of \.xml; 6 end otherwise"):
+        prepare([tmp_path / "in"], options(tmp_path / "xml", suffixes=(".xml",)))
+    (tmp_path / "in/c.jsonl").rename(tmp_path / "in/C.JSONL")
+    (tmp_path / "in/d.txt.gz").rename(tmp_path / "in/D.Txt.GZ")
+    prepare([tmp_path / "in"], options(tmp_path / "capitals"))
+    assert sorted(texts_in(tmp_path / "capitals")) == sorted(texts_in(tmp_path / "out"))
     prepare([tmp_path / "in/image.png", tmp_path / "in/a.py"], options(tmp_path / "named"))
     assert texts_in(tmp_path / "named") == ["in image.png", "in a.py"]
 
@@ -175,7 +187,7 @@ def test_manifest_and_summary_say_what_fits(tmp_path: Path, capsys: pytest.Captu
     assert manifest["tokens"] == tokens and manifest["left_out"] == {"empty": 2, "bad": {}}
     printed = capsys.readouterr().out
     assert f"3 documents, {tokens:,} tokens, the longest {2**17 + 1:,}" in printed
-    assert "of 5 records 2 are empty" in printed
+    assert "of 5 records 2 are empty" in printed and "passed over" not in printed
 
 
 # --- tokenizers
@@ -259,6 +271,20 @@ def test_a_text_that_the_tokenizer_gives_up_on_is_named(tmp_path: Path) -> None:
     assert (problem["unit"], problem["number"]) == ("line", 2)
 
 
+def test_a_tokenizer_that_panics_is_refused_or_its_texts_are_named(tmp_path: Path) -> None:
+    """The library's panics are no Exception."""
+    content = json.loads(bpe(tmp_path / "t.json").read_text())
+    write(tmp_path / "a.jsonl", ["a b"])
+    for charsmap, message in (
+        (b"?", "t.json is not a tokenizer.json of Hugging Face: .*precompiled_charsmap"),
+        (b"\x08\x00\x00\x00" + b"\xff" * 8, "a.jsonl, line 1: the tokenizer failed .*out of bounds"),
+    ):
+        content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(charsmap).decode()}
+        (tmp_path / "t.json").write_text(json.dumps(content))
+        with pytest.raises((ValueError, PrepareStopped), match=message):
+            prepare([tmp_path / "a.jsonl"], options(tmp_path / "out", tokenizer=str(tmp_path / "t.json")))
+
+
 # --- what cannot be read
 
 
@@ -304,19 +330,24 @@ def test_bad_rows_and_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "e.txt").write_bytes(b"\xff\xfea\x00")
     pq.write_table(pa.table({"body": pa.array([], pa.string())}), tmp_path / "f.parquet")
     write(tmp_path / "g.jsonl", ["the end"])
+    twice = [pa.array(["a", "b"]), pa.array(["c", "d"]), pa.array([1, 2])]
+    pq.write_table(pa.Table.from_arrays(twice, names=["text", "text", "n"]), tmp_path / "h.parquet")
+    pq.write_table(pa.Table.from_arrays(twice, names=["n", "n", "m"]), tmp_path / "i.parquet")
     file = bpe(tmp_path.parent / "tokenizer-of-bad-rows.json")
     out = tmp_path.parent / "bad-rows"
     manifest = prepare([tmp_path], options(out, tokenizer=str(file), on_error="skip"))
-    bad = {"not UTF-8": 2, "text is not a string": 1, "no text column": 7, "text column holds no strings": 2}
+    bad = {"not UTF-8": 2, "text is not a string": 1, "no text column": 9, "text column holds no strings": 2}
+    bad["two text columns"] = 2
     assert manifest.left_out == {"empty": 0, "bad": bad}
-    assert (manifest.documents, manifest.records) == (5, 17)
+    assert (manifest.documents, manifest.records) == (5, 21)
     problems = [json.loads(line) for line in (out / "problems.jsonl").read_text().splitlines()]
     named = [(Path(problem["file"]).name, problem["unit"], problem["number"]) for problem in problems]
     assert named == [
         ("a.parquet", "row", 1), ("b.parquet", "row", 1), ("c.parquet", None, None), ("d.parquet", None, None),
-        ("e.txt", None, None),
+        ("e.txt", None, None), ("h.parquet", None, None), ("i.parquet", None, None),
     ]  # fmt: skip
     assert "there are body (string)" in problems[2]["detail"]
+    assert "2 are named 'text', and one must be" in problems[5]["detail"]
     prepare([tmp_path / "e.txt"], options(tmp_path / "as-bytes"))
     assert stored(tmp_path / "as-bytes") == [[0xFF, 0xFE, ord("a"), 0, 256]]
     for i in range(20):
@@ -324,7 +355,7 @@ def test_bad_rows_and_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixt
     capsys.readouterr()
     prepare([*tmp_path.glob("*.jsonl")], options(tmp_path / "many", on_error="skip"))
     err = capsys.readouterr().err
-    assert err.count("left out: ") == 6 and "left out: more, all in problems.jsonl" in err
+    assert err.count("left out: ") == 6 and "left out: more, which are counted at the end" in err
     assert len((tmp_path / "many/problems.jsonl").read_text().splitlines()) == 100
 
 
@@ -347,10 +378,12 @@ def broken_files(folder: Path) -> list[tuple[str, bytes | None, int]]:
         ("e.jsonl", None, 0),
         ("f.txt", None, 0),
         ("g.txt.gz", packed[:-100], 0),
+        ("h.txt.gz", b"", 0),
+        ("i.jsonl.zst", b"", 0),
     ]
 
 
-@pytest.mark.parametrize("index", range(8))
+@pytest.mark.parametrize("index", range(10))
 def test_a_stream_that_breaks_off_is_named_and_what_came_before_is_kept(tmp_path: Path, index: int) -> None:
     name, content, least = broken_files(tmp_path)[index]
     path = tmp_path / name
@@ -360,7 +393,8 @@ def test_a_stream_that_breaks_off_is_named_and_what_came_before_is_kept(tmp_path
         path.write_bytes(content)
     write(tmp_path / "z.jsonl", ["the end"])
     inputs = [path, tmp_path / "z.jsonl"]
-    with pytest.raises(PrepareStopped, match=f"{name}: cannot be read further .after "):
+    why = "" if content else ".*it is empty, not even a header" if content == b"" else ".*Input/output error"
+    with pytest.raises(PrepareStopped, match=f"{name}: cannot be read further .after {why}"):
         prepare(inputs, options(tmp_path / "out"))
     manifest = prepare(inputs, options(tmp_path / "out", on_error="skip", shard_tokens=2**30))
     texts = texts_in(tmp_path / "out")
@@ -369,7 +403,7 @@ def test_a_stream_that_breaks_off_is_named_and_what_came_before_is_kept(tmp_path
     assert all(text.startswith(f"{unit} {i}") for i, text in enumerate(texts[:-1]))
     lost = 300 - len(texts[:-1]) if name == "d.parquet" else 1
     assert manifest.left_out["bad"] == {"cannot be read further": lost}
-    prepare(inputs, options(tmp_path / "small", on_error="skip", shard_tokens=3000))
+    prepare(inputs, options(tmp_path / "small", on_error="skip", shard_tokens=20_000))
     assert texts_in(tmp_path / "small") == texts  # what is kept does not depend on where batches are cut
 
 
@@ -380,18 +414,71 @@ def test_inputs_that_are_not_there_are_refused_by_name(tmp_path: Path, capsys: p
     write(tmp_path / "in.jsonl", ["a"])
     (tmp_path / "empty/.hidden").mkdir(parents=True)
     (tmp_path / "empty/.hidden/x.txt").write_text("x")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "link.jsonl").symlink_to("nowhere")
+    (tmp_path / "has-link").mkdir()
+    (tmp_path / "has-link/x.PARQUET").symlink_to("nowhere")
     out = ["--tokenizer", "bytes", "--out", str(tmp_path / "out")]
     for inputs, message in (
         ([], "no INPUT"),
         (["in.jsonl", "gone.jsonl"], "gone.jsonl: no such file or folder"),
         (["empty"], "empty: no file in this folder ends with one of .jsonl, .json, .parquet, .py"),
         (["in.jsonl", "./in.jsonl"], "would be read twice"),
-        (["."], "is inside the input folder"),
+        (["pipe.jsonl"], "pipe.jsonl is a pipe, a socket or a device"),
+        (["/dev/null"], "/dev/null is a pipe, a socket or a device"),
+        (["link.jsonl"], "link.jsonl is a link to nothing"),
+        (["has-link"], "has-link/x.PARQUET is a link to nothing"),
+        (["empty", "."], "empty: no file in this folder"),
+        (["."], "is a link to nothing"),
     ):
         assert cli.main(["prepare", *(str(tmp_path / name) for name in inputs), *out]) == 2
         err = capsys.readouterr().err
         assert message in err and err.count("\n") == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "in.jsonl"]
+    left = ["empty", "has-link", "in.jsonl", "link.jsonl", "pipe.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    for name in left[1], left[3], left[4]:
+        os.rename(tmp_path / name, tmp_path / f"empty/.hidden/{name}")
+    assert cli.main(["prepare", str(tmp_path), *out]) == 2
+    assert "is inside the input folder" in capsys.readouterr().err
+
+
+def test_names_that_are_not_utf_8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / os.fsdecode(b"in\xff")
+    folder.mkdir()
+    for i, name in enumerate(KINDS):
+        write(tmp_path / name, [name, "more"])
+        (tmp_path / name).rename(folder / os.fsdecode(b"%d\xfe" % i + os.fsencode(name)))
+    write(tmp_path / "x.txt.gz", ["?"])
+    (tmp_path / "x.txt.gz").rename(folder / os.fsdecode(b"x\xff.txt.gz"))
+    (folder / os.fsdecode(b"y\xff.jsonl")).write_text("?")
+    (folder / os.fsdecode(b"z\xff.zst")).write_text("?")
+    expected = [text for name in KINDS[:5] for text in (name, "more")] + [f"{name}more" for name in KINDS[5:]]
+    file = os.fsdecode(b"t\xff.json")
+    bpe(tmp_path / "t.json").rename(tmp_path / file)
+    for workers, tokenizer in ((1, "bytes"), (2, "bytes"), (2, str(tmp_path / file))):
+        out = tmp_path / f"out-{workers}-{len(tokenizer)}"
+        asked = options(out, tokenizer=tokenizer, workers=workers, on_error="skip", shard_tokens=1)
+        assert run([folder], asked) == 0 and run([folder], asked) == 0
+        if tokenizer == "bytes":
+            assert [text for text in texts_in(out) if "?" not in text] == expected
+        problem = json.loads((out / "problems.jsonl").read_text())
+        assert os.fsencode(problem["file"]).endswith(b"in\xff/y\xff.jsonl")
+        listed = [json.loads(line)["path"] for line in (out / "inputs.jsonl").read_text().splitlines()]
+        assert set(listed) == {str(path) for path in folder.iterdir() if not path.name.startswith("z")}
+    assert capsys.readouterr().out.encode()
+    with pytest.raises(ValueError, match=r"--out .*no\\xff.* must be UTF-8"):
+        prepare([folder], options(tmp_path / os.fsdecode(b"no\xff")))
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("no")]
+
+
+def test_where_nothing_is_left_no_list_of_it_is_promised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text("?\n" * 9 + "[]\n\n")
+    args = ["prepare", str(tmp_path / "a.jsonl"), "--tokenizer", "bytes", "--out", str(tmp_path / "out")]
+    assert cli.main([*args, "--on-error", "skip", "--workers", "1"]) == 1
+    err = capsys.readouterr().err
+    assert "problems.jsonl" not in err and err.count("left out: ") == 6
+    assert "of 10 records 0 are empty and 10 cannot be read (9: not JSON, 1: not a JSON object)" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 def test_the_command_makes_a_folder_finds_it_again_and_refuses_another(

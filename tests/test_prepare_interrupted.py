@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,10 +16,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from libra_jax.data import prepare as prepare_module
 from libra_jax.data.prepare import PrepareOptions, PrepareStopped, prepare
+from libra_jax.data.prepare_folder import UnfinishedFolder
+from libra_jax.data.records import Position
+from libra_jax.data.tokenization import Tokenizer
 
 DIES = """
 import os, signal, sys
@@ -39,6 +44,20 @@ for name in ("fsync", "rename", "replace"):
 from libra_jax import cli
 sys.exit(cli.main(sys.argv[2:]))
 """
+HANGS = """
+import os, sys
+from libra_jax import cli
+from libra_jax.data import prepare
+listed = prepare.list_inputs
+def then_a_pipe(*args):
+    found = listed(*args)
+    os.remove(sys.argv[1])
+    os.mkfifo(sys.argv[1])
+    return found
+prepare.list_inputs = then_a_pipe
+sys.exit(cli.main(sys.argv[2:]))
+"""
+"""Whoever reads the file that is named first waits for ever."""
 RUNS = "import sys; from libra_jax import cli; sys.exit(cli.main(sys.argv[1:]))"
 
 
@@ -141,10 +160,10 @@ def alive(pid: int) -> bool:
 
 
 def test_stopped_by_the_user_it_says_how_to_go_on(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "never.txt")  # a worker waits for it
+    (tmp_path / "never.txt").write_text("a worker waits for it")
     (tmp_path / "a.jsonl").write_text('{"text": "a"}')
     args = arguments([tmp_path / "a.jsonl", tmp_path / "never.txt"], tmp_path / "out", "--workers", "2")
-    process = command(RUNS, *args, start_new_session=True)
+    process = command(HANGS, str(tmp_path / "never.txt"), *args, start_new_session=True)
     deadline = time.monotonic() + 30
     while not children(process.pid) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -157,15 +176,16 @@ def test_stopped_by_the_user_it_says_how_to_go_on(tmp_path: Path) -> None:
 
 
 def test_a_second_run_at_the_same_time_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "never.txt")
+    (tmp_path / "never.txt").write_text("never read")
+    (tmp_path / "other.txt").write_text("of another run")
     args = arguments([tmp_path / "never.txt"], tmp_path / "out", "--workers", "1")
-    process = command(RUNS, *args)
+    process = command(HANGS, str(tmp_path / "never.txt"), *args)
     try:
         deadline = time.monotonic() + 30
         while not (tmp_path / "out.unfinished/state.json").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         with pytest.raises(PrepareStopped, match=r"another run is at work in .*out\.unfinished"):
-            prepare([tmp_path / "never.txt"], options(tmp_path / "out"))
+            prepare([tmp_path / "other.txt"], options(tmp_path / "out"))
     finally:
         process.kill()
         process.communicate()
@@ -280,6 +300,71 @@ def test_what_was_begun_is_only_gone_on_with_as_it_was_begun(tmp_path: Path, mon
     prepare(inputs, options(out))
     prepare(inputs, options(tmp_path / "whole"))
     assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_a_damaged_unfinished_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, unfinished = stopped_after_some_shards(tmp_path, monkeypatch)
+    state, lengths = unfinished / "state.json", unfinished / "folder/lengths.npy"
+    good, way_out = state.read_text(), "remove .*out.unfinished to start from the beginning"
+    content = json.loads(good)
+    for damaged in (
+        "", "[]", "null", "{}", "{", "[" * 100_000, '"x"', *(
+            json.dumps({**content, name: value})
+            for name, value in (
+                ("position", None), ("position", {"file": "x", "offset": 0, "record": 0}), ("shards", [{}]),
+                ("shards", None), ("settings", []), ("bad", {"x": None}), ("units", -1), ("more", 1),
+            )
+        ),
+    ):  # fmt: skip
+        state.write_text(damaged)
+        with pytest.raises(ValueError, match=f"state.json is damaged: .*; {way_out}"):
+            prepare(inputs, options(tmp_path / "out"))
+    state.write_text(good)
+    whole = lengths.read_bytes()
+    lengths.write_bytes(whole[:200] + bytes([whole[200] ^ 1]) + whole[201:])
+    message = r"lengths.npy is damaged: its lengths of documents-00000.array_record .* sha256"
+    with pytest.raises(ValueError, match=f"{message}.*; {way_out}"):
+        prepare(inputs, options(tmp_path / "out"))
+    lengths.write_bytes(whole[:-4])
+    with pytest.raises(ValueError, match=f"lengths.npy has {len(whole) - 4:,} bytes, and must have .*; {way_out}"):
+        prepare(inputs, options(tmp_path / "out"))
+    lengths.unlink()
+    with pytest.raises(ValueError, match=f"lengths.npy is gone; {way_out}"):
+        prepare(inputs, options(tmp_path / "out"))
+    lengths.write_bytes(whole)
+    (unfinished / "folder/inputs.jsonl").write_text("?")  # known without it: it is written again
+    with pytest.raises(ValueError, match=f"inputs files was {len(inputs)} and is 1 now"):
+        prepare(inputs[:1], options(tmp_path / "out"))
+    prepare(inputs, options(tmp_path / "out"))
+    prepare(inputs, options(tmp_path / "whole"))
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("removes", ["rm -r", "remove", "close"])
+def test_a_run_never_removes_what_another_has_in_the_same_place(tmp_path: Path, removes: str) -> None:
+    def begin() -> UnfinishedFolder:
+        folder = UnfinishedFolder(tmp_path / "out", {"tokenizer": {}, "inputs": {}}, Tokenizer.open("bytes"), [])
+        folder.add(np.zeros(3, "<u2"), np.array([3], np.uint32))
+        return folder
+
+    first = begin()
+    getattr(first, removes, lambda: shutil.rmtree(tmp_path / "out.unfinished"))()
+    second = begin()
+    with pytest.raises(PrepareStopped, match=r"out\.unfinished was removed while this run was at work in it"):
+        first.commit(Position(1))
+    first.close()
+    first.remove()
+    assert (tmp_path / "out.unfinished/folder/writing.array_record").exists()
+    with pytest.raises(PrepareStopped, match="another run is at work"):
+        begin()
+    second.commit(Position(1))
+    second.finish()
+    assert stored_lengths(tmp_path / "out") == [3]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def stored_lengths(folder: Path) -> list[int]:
+    return np.load(folder / "lengths.npy").tolist()
 
 
 def test_an_input_that_changes_while_it_is_read_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

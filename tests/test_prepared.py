@@ -1,11 +1,14 @@
 """The reader of prepared folders: the tokens that are in the text, and every kind of damage refused by name."""
 
 import concurrent.futures
+import dataclasses
+import hashlib
 import json
 import multiprocessing
 import os
 import pickle
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_jax.data import prepared
-from libra_jax.data.prepare import PrepareOptions, prepare
+from libra_jax.data.prepare import PrepareOptions, prepare, summary
 from libra_jax.data.prepared import Manifest, PreparedDocuments
 
 TEXTS = [f"{i} " * (i % 40) + "é" for i in range(200)] + ["giant " * 20_000] + ["", "a"] * 10
@@ -114,6 +117,21 @@ def shift(lengths: np.ndarray) -> np.ndarray:
     return lengths
 
 
+def npz_as_lengths(folder: Path) -> None:
+    with (folder / "lengths.npy").open("wb") as file:
+        np.savez(file, lengths=np.ones(211, np.uint32))
+
+
+def edit_shard(folder: Path, **changes: object) -> None:
+    shards = json.loads((folder / "manifest.json").read_text())["shards"]
+    edit(folder / "manifest.json", shards=[{**shards[0], **changes}, *shards[1:]])
+
+
+def swap(lengths: np.ndarray) -> np.ndarray:
+    lengths[2:4] += np.array([1, -1], np.int32).astype(np.uint32)  # the same sum
+    return lengths
+
+
 DAMAGE: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: (folder / "manifest.json").unlink(), "manifest.json: no such file, so this is no folder made by"),
     (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json is not a manifest"),
@@ -123,9 +141,33 @@ DAMAGE: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: edit(folder / "manifest.json", documents=3), "damaged: 3 documents, its shards have 211"),
     (lambda folder: edit(folder / "manifest.json", fingerprint="x"), "damaged: fingerprint x, its shards give"),
     (lambda folder: edit(folder / "manifest.json", shards=[{}]), "damaged"),
+    (lambda folder: edit(folder / "manifest.json", longest=None), "damaged: longest is None, and must be of type int"),
+    (lambda folder: edit(folder / "manifest.json", documents=True), "damaged: documents is True"),
+    (lambda folder: edit(folder / "manifest.json", tokens="many"), "damaged: tokens is 'many'"),
+    (lambda folder: edit(folder / "manifest.json", tokenizer={}), "damaged: tokenizer: name is missing"),
+    (
+        lambda folder: edit(folder / "manifest.json", left_out={"empty": 0, "bad": [1]}),
+        r"damaged: left_out: bad is \[1",
+    ),
+    (
+        lambda folder: edit(folder / "manifest.json", sequences={"8": {}}),
+        "damaged: sequences of 8 tokens: sequences is",
+    ),
+    (lambda folder: edit(folder / "manifest.json", shards=None), "damaged: shards must be a list"),
+    (lambda folder: edit(folder / "manifest.json", more=1), "damaged: .*'more'"),
+    (lambda folder: edit_shard(folder, name=7), "damaged: name is 7, and must be of type str"),
+    (lambda folder: edit_shard(folder, name="../x"), "damaged: shard '../x' must be the name of a file"),
+    (lambda folder: edit_shard(folder, bytes=None), "damaged: bytes is None"),
+    (lambda folder: edit_shard(folder, bytes=-1), "damaged: bytes is -1"),
     (lambda folder: (folder / "lengths.npy").unlink(), "lengths.npy: no such file; it holds the tokens of 211"),
-    (lambda folder: os.truncate(folder / "lengths.npy", 300), "lengths.npy cannot be read"),
-    (lambda folder: os.truncate(folder / "lengths.npy", 5), "lengths.npy cannot be read"),
+    (lambda folder: os.truncate(folder / "lengths.npy", 300), "lengths.npy is damaged"),
+    (lambda folder: os.truncate(folder / "lengths.npy", 5), "lengths.npy is damaged"),
+    (npz_as_lengths, "lengths.npy is damaged"),
+    (lambda folder: (folder / "lengths.npy").write_bytes(b"PK\x03\x04"), "lengths.npy is damaged"),
+    (
+        lambda folder: edit_lengths(folder / "lengths.npy", swap),
+        r"lengths.npy is damaged: its lengths of documents-00000-of-\d+.array_record have the sha256 \w{16}.* says \w",
+    ),
     (lambda folder: edit_lengths(folder / "lengths.npy", lambda x: x[1:]), r"shape \(210,\), the manifest .*\(211,\)"),
     (lambda folder: edit_lengths(folder / "lengths.npy", np.float32), "holds float32 .* the manifest says uint32"),
     (lambda folder: edit_lengths(folder / "lengths.npy", shift), r"lengths.npy: [\d,]+ tokens in documents-00000-of-"),
@@ -150,11 +192,41 @@ def test_a_folder_that_is_not_finished_says_so(copy: Path) -> None:
         PreparedDocuments.open(copy.with_name("x"))
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_other_value_anywhere_in_a_manifest_is_a_value_error_or_is_not_read(
+    folder: Path, data: st.DataObject
+) -> None:
+    content = json.loads((folder / "manifest.json").read_text())
+    at, inside, key = content, content, ""
+    while isinstance(at, dict | list) and at:
+        inside, key = at, data.draw(st.sampled_from(list(at) if isinstance(at, dict) else range(len(at))))
+        at = inside[key]
+        if data.draw(st.booleans()):
+            break
+    inside[key] = data.draw(st.sampled_from([None, [], {}, "x", -1, 1.5, 10**30, True, [None], {"a": None}]))
+    with tempfile.TemporaryDirectory() as other:
+        for path in folder.iterdir():
+            os.symlink(path, Path(other, path.name))
+        Path(other, "manifest.json").unlink()
+        Path(other, "manifest.json").write_text(json.dumps(content))
+        try:
+            documents = PreparedDocuments.open(other)
+        except (ValueError, FileNotFoundError) as error:
+            assert other in str(error)
+        else:
+            assert documents.describe() and summary(documents.manifest, Path(other))
+            assert whole(documents) == [token for tokens in TOKENS for token in tokens]
+
+
 def test_a_record_of_another_length_is_refused_when_read(copy: Path) -> None:
-    lengths = np.load(copy / "lengths.npy")
-    lengths[2] += 1
-    lengths[3] -= 1  # the same sum
-    np.save(copy / "lengths.npy", lengths)
+    edit_lengths(copy / "lengths.npy", swap)
+    manifest = Manifest.load(copy)
+    first = manifest.shards[0]
+    sha256 = hashlib.sha256(np.load(copy / "lengths.npy")[: first.documents].tobytes()).hexdigest()
+    shards = (dataclasses.replace(first, lengths_sha256=sha256), *manifest.shards[1:])
+    fingerprint = prepared.fingerprint_of(manifest.tokenizer, manifest.dtype, shards)
+    dataclasses.replace(manifest, shards=shards, fingerprint=fingerprint).save(copy / "manifest.json")
     documents = PreparedDocuments.open(copy)
     size = 2 * len(TOKENS[2])
     message = rf"documents-00000-of-.*record 2 \(document 2\) has {size} bytes, and must have {size + 2}"

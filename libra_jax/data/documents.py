@@ -57,15 +57,38 @@ def decode(tokens: np.ndarray) -> str:
 
 
 def text_files(folder: str | os.PathLike, suffixes: Sequence[str] = TEXT_SUFFIXES) -> list[Path]:
-    """Files below `folder` that end with one of `suffixes`, ordered by their path relative to it.
+    """Files below `folder` that end with one of `suffixes`, in capitals or not, ordered by their path relative to it.
 
-    Links to folders, hidden folders and `__pycache__` are left out.
+    Links to folders, hidden folders and `__pycache__` are left out. Raises OSError naming a folder that cannot be read,
+    FileNotFoundError for a link to nothing and ValueError for a pipe or device whose name ends so.
     """
-    found = []
-    for root, folders, names in os.walk(folder):
+    return text_files_and_others(folder, suffixes)[0]
+
+
+def text_files_and_others(folder: str | os.PathLike, suffixes: Sequence[str]) -> tuple[list[Path], int]:
+    """As `text_files`, and how much is passed over: files that end otherwise, hidden ones not counted, and links to
+    folders."""
+    endings, found, others = tuple(suffix.lower() for suffix in suffixes), [], 0
+    for root, folders, names in os.walk(folder, onerror=_raise):
         folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
-        found += [Path(root, name) for name in names if name.endswith(tuple(suffixes))]
-    return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(folder).parts)
+        others += sum(os.path.islink(os.path.join(root, name)) for name in folders)
+        for name in names:
+            path, hidden = Path(root, name), name.startswith(".")
+            if not name.lower().endswith(endings):
+                others += not hidden
+            elif path.is_file():
+                found.append(path)
+            elif hidden:
+                continue  # such as an editor's lock, a link to nothing
+            elif path.exists():
+                raise ValueError(f"{path} is a pipe, a socket or a device, and must be a file")
+            else:
+                raise FileNotFoundError(f"{path} is a link to nothing: {os.path.realpath(path)} is not there")
+    return sorted(found, key=lambda path: path.relative_to(folder).parts), others
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def package_folder(name: str) -> Path:
@@ -114,7 +137,7 @@ class TextDocuments:
             if root.is_dir():
                 named += [(f"{name}/{path.relative_to(root).as_posix()}", path) for path in text_files(root, suffixes)]
             elif root.is_file():
-                if root.name.endswith(_NOT_TEXT):
+                if root.name.lower().endswith(_NOT_TEXT):
                     raise ValueError(f"{root} is no plain text: make tokens of it first, with `libra prepare`")
                 named.append((name, root))
             else:

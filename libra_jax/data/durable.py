@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -43,6 +44,33 @@ def locked(path: Path) -> int:
         raise
     os.close(lock)
     raise PrepareStopped(f"another run is at work in {path.parent}; wait for it, or give another --out")
+
+
+def holds(lock: int, path: Path) -> bool:
+    """Whether `lock` is the file at `path`: otherwise somebody has removed it, and another run may have its own."""
+    try:
+        return lock >= 0 and os.path.samestat(os.fstat(lock), os.stat(path))
+    except OSError:
+        return False
+
+
+def remove_locked(lock: int, path: Path) -> None:
+    """Removes the folder of the lock at `path`, as far as it can, if `lock` is that lock.
+
+    The lock goes last: until then no other run begins in the folder, and what one that begins then makes is left alone.
+    """
+    if not holds(lock, path):
+        return
+    with contextlib.suppress(OSError):
+        for other in path.parent.iterdir():
+            if other.name == path.name:
+                continue
+            if other.is_dir() and not other.is_symlink():
+                shutil.rmtree(other, ignore_errors=True)
+            else:
+                other.unlink(missing_ok=True)
+        path.unlink()
+        path.parent.rmdir()
 
 
 def open_at(path: Path, size_bytes: int) -> BinaryIO:

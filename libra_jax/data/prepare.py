@@ -37,6 +37,7 @@ SHARD_DOCUMENTS = 2**20
 """A shard ends here, too: one that is open takes 20 bytes of memory a document."""
 BATCH_BYTES = 2**22
 _SHOWN_PROBLEMS = 5
+_PASSED_OVER = "they end with none of --suffixes, or are links to folders"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,8 @@ class PrepareOptions:
     """Tokenise text once, for training at any sequence length.
 
     Interrupted, the same command goes on where it was. DIR appears when it is whole. Documents are kept whole: what
-    becomes of one that is longer than a sequence is chosen when a model is trained.
+    becomes of one that is longer than a sequence is chosen when a model is trained. A line of JSONL that is blank is no
+    record, and is not counted.
     """
 
     tokenizer: str
@@ -64,8 +66,8 @@ class PrepareOptions:
     shard_tokens: int = 2**28
     """About so many tokens to a file; also how far apart the points are from which an interrupted run goes on."""
     suffixes: tuple[str, ...] = INPUT_SUFFIXES
-    """What a file in a folder must end with to be read; compressed ones (.gz, .zst) are read as well. A file that is
-    named itself is read whatever it ends with, as text."""
+    """What a file in a folder must end with to be read, in capitals or not; .gz or .zst may follow. Others are counted.
+    A file that is named itself is read whatever it ends with, as text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +90,18 @@ def run(inputs: Sequence[str | os.PathLike], options: PrepareOptions) -> int:
     inputs: files and folders. Raises ValueError or OSError for what cannot be asked for, before anything is done, and
     PrepareStopped for a run that could not go on.
     """
-    manifest = prepare(inputs, options)
-    print(summary(manifest, options.out))
+    manifest, passed_over = _prepare(inputs, options)
+    print(summary(manifest, options.out, passed_over))
     return 0
 
 
 def prepare(inputs: Sequence[str | os.PathLike], options: PrepareOptions) -> Manifest:
     """As `run`, without the summary."""
+    return _prepare(inputs, options)[0]
+
+
+def _prepare(inputs: Sequence[str | os.PathLike], options: PrepareOptions) -> tuple[Manifest, int]:
+    """The manifest, and how many files were passed over."""
     workers = _usable_cores() if options.workers is None else options.workers
     for name, value in (("workers", workers), ("shard-tokens", options.shard_tokens)):
         if value < 1:
@@ -102,7 +109,11 @@ def prepare(inputs: Sequence[str | os.PathLike], options: PrepareOptions) -> Man
     if options.on_error not in ("stop", "skip"):
         raise ValueError(f"--on-error ({options.on_error}) must be stop or skip")
     out = Path(os.path.abspath(options.out))
-    files = list_inputs(inputs, options.suffixes)
+    try:
+        str(out).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"--out ({os.fsencode(out)!r}) must be UTF-8: shards have no other names") from error
+    files, passed_over = list_inputs(inputs, options.suffixes)
     tokenizer = Tokenizer.open(options.tokenizer, options.end_of_document, options.parse_special_tokens)
     _refuse_out_among_inputs(out, inputs)
     listing = prepare_folder.inputs_listing(files)
@@ -117,7 +128,7 @@ def prepare(inputs: Sequence[str | os.PathLike], options: PrepareOptions) -> Man
         },
     }
     if os.path.lexists(out):
-        return _already_there(out, settings, files, options.on_error)
+        return _already_there(out, settings, files, options.on_error), passed_over
     folder = UnfinishedFolder(out, settings, tokenizer, files)
     try:
         if folder.state.bad_records and options.on_error == "stop":
@@ -126,7 +137,7 @@ def prepare(inputs: Sequence[str | os.PathLike], options: PrepareOptions) -> Man
                 "go on with --on-error skip, or remove that folder to start from the beginning"
             )
         _fill(folder, files, options, workers)
-        return _finish(folder, files)
+        return _finish(folder, files), passed_over
     finally:
         folder.close()
 
@@ -186,7 +197,7 @@ def _take(folder: UnfinishedFolder, batch: Batch, done: Tokenized, on_error: str
         if folder.new_problems < _SHOWN_PROBLEMS:
             print(f"left out: {problem}", file=sys.stderr)
         elif folder.new_problems == _SHOWN_PROBLEMS:
-            print(f"left out: more, all in {prepared.PROBLEMS} of the folder", file=sys.stderr)
+            print("left out: more, which are counted at the end", file=sys.stderr)
         folder.problem(problem)
     folder.add(done.tokens, done.lengths)
     state.units += batch.units
@@ -315,13 +326,17 @@ def _finish(folder: UnfinishedFolder, files: Sequence[InputFile]) -> Manifest:
         folder.remove()
         raise PrepareStopped(
             f"there is nothing to make {folder.out} of: of {state.units - state.blank:,} records "
-            f"{state.empty:,} are empty and {state.bad_records:,} cannot be read"
+            f"{state.empty:,} are empty and {state.bad_records:,} cannot be read{_reasons(state.bad)}"
         )
     return folder.finish()
 
 
-def summary(manifest: Manifest, out: Path) -> str:
-    """What a user should know of a prepared folder: a few lines."""
+def _reasons(bad: dict[str, int]) -> str:
+    return f" ({', '.join(f'{count:,}: {reason}' for reason, count in sorted(bad.items()))})" if bad else ""
+
+
+def summary(manifest: Manifest, out: Path, passed_over: int = 0) -> str:
+    """What a user should know of a prepared folder: a few lines. passed_over: files in folders that were not read."""
     bad = manifest.left_out["bad"]
     lines = [
         f"{out}: {manifest}",
@@ -329,8 +344,10 @@ def summary(manifest: Manifest, out: Path) -> str:
         f"{manifest.tokenizer['end_of_document']} ends a document; "
         f"{len(manifest.shards):,} shards, {sum(shard.bytes for shard in manifest.shards) / 1e6:,.1f} MB",
         f"of {manifest.records:,} records {manifest.left_out['empty']:,} are empty and left out, "
-        f"{sum(bad.values()):,} cannot be read and are left out",
+        f"{sum(bad.values()):,} cannot be read and are left out"
+        f"{f', all listed in {out / prepared.PROBLEMS}' if bad else ''}",
         *(f"  {count:,}: {reason}" for reason, count in bad.items()),
+        *([f"{passed_over:,} files in the named folders are passed over: {_PASSED_OVER}"] if passed_over else []),
         "sequence length    packed sequences    full    documents that are longer",
     ]
     for seq_len, counts in manifest.sequences.items():

@@ -24,7 +24,17 @@ from typing import Any, Self
 import numpy as np
 
 from libra_jax.data import prepared
-from libra_jax.data.durable import PrepareStopped, flush, locked, open_at, replace, stops_on_errors, sync
+from libra_jax.data.durable import (
+    PrepareStopped,
+    flush,
+    holds,
+    locked,
+    open_at,
+    remove_locked,
+    replace,
+    stops_on_errors,
+    sync,
+)
 from libra_jax.data.packing import PackedDocuments
 from libra_jax.data.prepared import Manifest, Shard
 from libra_jax.data.records import InputFile, Position, Problem
@@ -37,6 +47,7 @@ tokenises two million. The checksums of ArrayRecord find damage either way."""
 
 _LENGTHS_HEADER_BYTES = 128
 _WRITING = "writing.array_record"
+_LOCK = "lock"
 
 
 @dataclasses.dataclass
@@ -74,10 +85,15 @@ class State:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        content = json.loads(path.read_bytes())
-        content["position"] = Position(**content["position"])
-        content["shards"] = [Shard(**shard) for shard in content["shards"]]
-        return cls(**content)
+        """Raises ValueError, with the way out, for a file that is not such a state."""
+        try:
+            content = json.loads(path.read_bytes())
+            if isinstance(content, dict) and isinstance(content.get("shards"), list):
+                content["position"] = prepared.from_json(Position, content.get("position"))
+                content["shards"] = [prepared.from_json(Shard, shard) for shard in content["shards"]]
+            return prepared.from_json(cls, content)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is damaged: {error}; remove {path.parent} to start from the beginning") from error
 
 
 class UnfinishedFolder:
@@ -96,7 +112,7 @@ class UnfinishedFolder:
         self._lock = -1
         with stops_on_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = locked(self.path / "lock")
+            self._lock = locked(self.path / _LOCK)
             try:
                 if out.exists():
                     raise PrepareStopped(f"another run has just made {out}")
@@ -115,6 +131,7 @@ class UnfinishedFolder:
                     "remove that folder to start from the beginning"
                 )
             self._check_shards()
+            self._put_copies()
         else:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir()
@@ -122,9 +139,7 @@ class UnfinishedFolder:
             self._state_path.unlink(missing_ok=True)
             replace(self.folder / prepared.LENGTHS, bytes(_LENGTHS_HEADER_BYTES))
             replace(self.folder / prepared.PROBLEMS, b"")
-            replace(self.folder / prepared.INPUTS, inputs_listing(self._inputs))
-            if self._tokenizer.file is not None:
-                replace(self.folder / prepared.TOKENIZER, self._tokenizer.file.read_bytes())
+            self._put_copies()
             self.state.save(self._state_path)
         (self.folder / prepared.PROBLEMS).touch()  # removed by a run that was stopped while it finished
         expected = {prepared.INPUTS, prepared.TOKENIZER, prepared.LENGTHS, prepared.PROBLEMS}
@@ -137,16 +152,43 @@ class UnfinishedFolder:
         self._problems = open_at(self.folder / prepared.PROBLEMS, self.state.problems_bytes)
         self._start_shard()
 
+    def _put_copies(self) -> None:
+        """What the folder has of the inputs and the tokenizer, where it is not there already."""
+        copies = {prepared.INPUTS: inputs_listing(self._inputs)}
+        if self._tokenizer.file is not None:
+            copies[prepared.TOKENIZER] = content = self._tokenizer.file.read_bytes()
+            sha256 = hashlib.sha256(content).hexdigest()
+            if sha256 != self._tokenizer.sha256:
+                then = f"{self._tokenizer.sha256}"[:16]
+                raise ValueError(f"{self._tokenizer.file} has changed: sha256 {then}... before, {sha256[:16]}... now")
+        for name, content in copies.items():
+            path = self.folder / name
+            if not path.is_file() or path.read_bytes() != content:
+                replace(path, content)
+
     def _check_shards(self) -> None:
+        way_out = f"remove {self.path} to start from the beginning"
         for i, shard in enumerate(self.state.shards):
             paths = [self.folder / name for name in self._names(i)]
             size = next((path.stat().st_size for path in paths if path.exists()), None)
             if size != shard.bytes:
                 what = "is gone" if size is None else f"has {size:,} bytes"
                 raise ValueError(
-                    f"{paths[0]} {what}, and {self._state_path} says that it has {shard.bytes:,} bytes; remove "
-                    f"{self.path} to start from the beginning"
+                    f"{paths[0]} {what}, and {self._state_path} says that it has {shard.bytes:,} bytes; {way_out}"
                 )
+        path = self.folder / prepared.LENGTHS
+        if not path.is_file():
+            raise ValueError(f"{path} is gone; {way_out}")
+        with path.open("rb") as file:
+            file.seek(_LENGTHS_HEADER_BYTES)
+            for shard in self.state.shards:
+                lengths = file.read(4 * shard.documents)
+                sha256 = hashlib.sha256(lengths).hexdigest()
+                if len(lengths) == 4 * shard.documents and sha256 != shard.lengths_sha256:  # `open_at` finds it short
+                    raise ValueError(
+                        f"{path} is damaged: its lengths of {shard.name} have the sha256 {sha256[:16]}..., "
+                        f"{self._state_path} says {shard.lengths_sha256[:16]}...; {way_out}"
+                    )
 
     def _names(self, shard: int) -> tuple[str, str]:
         """Of a shard: until all are there, and in the end."""
@@ -202,6 +244,7 @@ class UnfinishedFolder:
 
     def commit(self, position: Position) -> None:
         """Everything added so far is put on disk for good; a run that goes on reads from `position`."""
+        self._check_that_it_is_ours()
         with stops_on_errors(self.folder):
             if self.shard_documents:
                 self._commit_shard()
@@ -235,6 +278,7 @@ class UnfinishedFolder:
     def finish(self) -> Manifest:
         """DIR appears, whole. Everything must be committed."""
         state = self.state
+        self._check_that_it_is_ours()
         with stops_on_errors(self.folder):
             for i, shard in enumerate(state.shards):
                 writing, name = (self.folder / name for name in self._names(i))
@@ -294,33 +338,48 @@ class UnfinishedFolder:
             shards=tuple(state.shards),
         )
 
+    def _check_that_it_is_ours(self) -> None:
+        if not holds(self._lock, self.path / _LOCK):
+            raise PrepareStopped(f"{self.path} was removed while this run was at work in it; start it again")
+
     def remove(self) -> None:
         """The folder, when DIR was made of it, or there is nothing to make of it."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        self._let_go()
+        remove_locked(self._lock, self.path / _LOCK)
         self.close()
 
     def close(self) -> None:
         """Lets go of the lock; what is not committed is thrown away."""
-        self._writer = None
-        (self.folder / _WRITING).unlink(missing_ok=True)  # where the disk is full, this is room
-        for file in (getattr(self, "_lengths", None), getattr(self, "_problems", None)):
-            if file is not None:
-                with contextlib.suppress(OSError):  # what it still had in memory is behind the last commit
-                    file.close()
+        self._let_go()
+        if holds(self._lock, self.path / _LOCK):  # otherwise what is there is another run's
+            (self.folder / _WRITING).unlink(missing_ok=True)  # where the disk is full, this is room
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
+    def _let_go(self) -> None:
+        """Of the open files."""
+        self._writer = None
+        for file in (getattr(self, "_lengths", None), getattr(self, "_problems", None)):
+            if file is not None:
+                with contextlib.suppress(OSError):  # what it still had in memory is behind the last commit
+                    file.close()
+
 
 def unfinished_path(out: Path) -> Path:
-    return out.with_name(f"{out.name}.unfinished")
+    return out.with_name(out.name + prepared.UNFINISHED)
 
 
 def remove_leftover(out: Path) -> None:
     """Of a run that was stopped after DIR had appeared."""
     unfinished = unfinished_path(out)
     if unfinished.is_dir() and not (unfinished / "folder").exists():
-        shutil.rmtree(unfinished, ignore_errors=True)
+        with contextlib.suppress(OSError, PrepareStopped):  # another run has it
+            lock = locked(unfinished / _LOCK)
+            try:
+                remove_locked(lock, unfinished / _LOCK)
+            finally:
+                os.close(lock)
 
 
 def inputs_listing(inputs: Sequence[InputFile]) -> bytes:
@@ -335,11 +394,13 @@ def difference(then: dict[str, Any], now: dict[str, Any], listing: Path, inputs:
         was, is_now = then.get(name), now.get(name)
         if was == is_now:
             continue
-        if name == "inputs":
-            return _inputs_difference(listing.read_text().splitlines(), inputs_listing(inputs).decode().splitlines())
+        if name == "inputs" and isinstance(was, dict) and listing.is_file():
+            content = listing.read_bytes()
+            if hashlib.sha256(content).hexdigest() == was.get("sha256"):
+                return _inputs_difference(content.decode().splitlines(), inputs_listing(inputs).decode().splitlines())
         if isinstance(was, dict) and isinstance(is_now, dict):
-            key = next(key for key in is_now if was.get(key) != is_now[key])
-            name, was, is_now = f"{name} {key}", was.get(key), is_now[key]
+            key = next(key for key in {**is_now, **was} if was.get(key) != is_now.get(key))
+            name, was, is_now = f"{name} {key}", was.get(key), is_now.get(key)
         return f"{name.replace('_', ' ')} was {was!r} and is {is_now!r} now"
     return None
 

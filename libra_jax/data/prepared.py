@@ -8,7 +8,7 @@
     DIR/inputs.jsonl                           the files it was made from: path, size_bytes, mtime_ns
     DIR/problems.jsonl                         the records that were left out, where there are any
 
-Opening compares all files with the manifest, by their sizes and the lengths; tokens are read only when asked for.
+Opening compares shards with the manifest by their sizes, and lengths by their hashes; tokens are read when asked for.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ import hashlib
 import json
 import os
 import threading
+import types
+import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -40,6 +43,50 @@ SEQUENCE_LENGTHS = (2**15, 2**17, 2**18, 2**20)
 OPEN_SHARDS = 32
 """Most shards that are open at once. Each holds a file, and 20 bytes of memory a document; a shard of a million
 documents takes 0.06 s to open."""
+
+
+_INSIDE: dict[str, dict[str, Any]] = {
+    "tokenizer": {"name": str, "sha256": str | None, "vocab_size": int, "end_of_document": int},
+    "left_out": {"empty": int, "bad": dict[str, int]},
+}
+_COUNTED = {"sequences": int, "fill": float, "longer_documents": int}
+"""What `Manifest.tokenizer`, `left_out` and each of `sequences` must have in them, at least."""
+
+
+def from_json[T](kind: type[T], values: Any) -> T:
+    """A dataclass of what JSON gave for its fields, all of them. Raises ValueError, naming the first that is not so;
+    numbers are never negative."""
+    if not isinstance(values, dict):
+        raise ValueError(f"it must hold an object, and holds {values!r:.60}")
+    _check_fields(values, typing.get_type_hints(kind))
+    try:
+        return kind(**values)
+    except TypeError as error:  # a field there is not
+        raise ValueError(str(error)) from error
+
+
+def _check_fields(values: Mapping[str, Any], hints: Mapping[str, Any], where: str = "") -> None:
+    for name, hint in hints.items():
+        if name not in values:
+            raise ValueError(f"{where}{name} is missing")
+        if not _is(values[name], hint):
+            must = getattr(hint, "__name__", hint) if typing.get_origin(hint) is None else hint
+            raise ValueError(f"{where}{name} is {values[name]!r:.60}, and must be of type {must}")
+
+
+def _is(value: Any, hint: Any) -> bool:
+    kind, inside = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if hint is Any:
+        return True
+    if kind is types.UnionType:
+        return any(_is(value, one) for one in inside)
+    if kind in (int, float):
+        return type(value) in (int, kind) and value >= 0
+    if kind is dict:
+        return isinstance(value, dict) and all(_is(one, inside[1]) for one in value.values())
+    if kind in (tuple, list):
+        return isinstance(value, kind) and all(_is(one, inside[0]) for one in value)
+    return isinstance(value, kind)
 
 
 def packing_index(folder: str | os.PathLike, seq_len: int) -> Path:
@@ -77,7 +124,7 @@ class Manifest:
     fingerprint: str
     records: int
     left_out: dict[str, Any]
-    sequences: dict[str, dict[str, int]]
+    sequences: dict[str, dict[str, float]]
     inputs: dict[str, Any]
     settings: dict[str, Any]
     shards: tuple[Shard, ...]
@@ -92,21 +139,21 @@ class Manifest:
         path = Path(folder, MANIFEST)
         if not path.is_file():
             hint = ""
-            if Path(f"{os.path.normpath(folder)}.unfinished").is_dir():
-                hint = f"; {os.path.normpath(folder)}.unfinished is there: start its `libra prepare` again to finish it"
+            unfinished = os.path.normpath(folder) + UNFINISHED
+            if Path(unfinished).is_dir():
+                hint = f"; {unfinished} is there: start its `libra prepare` again to finish it"
             raise FileNotFoundError(f"{path}: no such file, so this is no folder made by `libra prepare`{hint}")
         try:
             content = json.loads(path.read_bytes())
             found = content.pop("format"), content.pop("version")
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} is not a manifest of `libra prepare`: {error!r}") from error
         if found != (FORMAT, VERSION):
             raise ValueError(f"{path}: format {found[0]!r} version {found[1]!r}, must be {FORMAT!r} version {VERSION}")
         try:
-            shards = tuple(Shard(**shard) for shard in content.pop("shards"))
-            manifest = cls(**content, shards=shards)
+            manifest, shards = cls._checked(content)
             fingerprint = fingerprint_of(manifest.tokenizer, manifest.dtype, shards)
-        except (TypeError, KeyError) as error:
+        except ValueError as error:
             raise ValueError(f"{path} is damaged: {error}") from error
         if fingerprint != manifest.fingerprint:
             raise ValueError(f"{path} is damaged: fingerprint {manifest.fingerprint}, its shards give {fingerprint}")
@@ -115,6 +162,26 @@ class Manifest:
             if total != stated:
                 raise ValueError(f"{path} is damaged: {stated:,} {name}, its shards have {total:,}")
         return manifest
+
+    @classmethod
+    def _checked(cls, content: dict[str, Any]) -> tuple[Self, tuple[Shard, ...]]:
+        """The manifest, and its shards. Raises ValueError for fields of other types, or none."""
+        if not isinstance(content.get("shards"), list):
+            raise ValueError(f"shards must be a list, and is {content.get('shards')!r:.60}")
+        shards = tuple(from_json(Shard, shard) for shard in content["shards"])
+        manifest = from_json(cls, {**content, "shards": shards})
+        for name, hints in _INSIDE.items():
+            _check_fields(getattr(manifest, name), hints, f"{name}: ")
+        for seq_len, counts in manifest.sequences.items():
+            if not seq_len.isdecimal():
+                raise ValueError(f"sequences: {seq_len!r} must be a number of tokens")
+            _check_fields(counts, _COUNTED, f"sequences of {seq_len} tokens: ")
+        if manifest.dtype not in ("uint16", "uint32"):
+            raise ValueError(f"dtype ({manifest.dtype!r}) must be 'uint16' or 'uint32'")
+        for shard in shards:
+            if Path(shard.name).name != shard.name:
+                raise ValueError(f"shard {shard.name!r} must be the name of a file in this folder")
+        return manifest, shards
 
     def __str__(self) -> str:
         return f"{self.documents:,} documents, {self.tokens:,} tokens, the longest {self.longest:,}"
@@ -255,9 +322,9 @@ def _open_lengths(folder: str | os.PathLike, manifest: Manifest) -> np.ndarray:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; it holds the tokens of {manifest.documents:,} documents")
     try:
-        lengths = np.load(path, mmap_mode="r")
-    except (ValueError, EOFError, OSError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        lengths = np.lib.format.open_memmap(path, mode="r")
+    except Exception as error:  # a damaged header can be anything
+        raise ValueError(f"{path} is damaged: {error}") from error
     if lengths.dtype != np.uint32 or lengths.shape != (manifest.documents,):
         raise ValueError(
             f"{path} holds {lengths.dtype} of shape {lengths.shape}, "
@@ -274,6 +341,12 @@ def _check_lengths(path: Path, lengths: np.ndarray, manifest: Manifest) -> None:
         tokens = int(part.sum(dtype=np.int64))
         if tokens != shard.tokens:
             raise ValueError(f"{path}: {tokens:,} tokens in {shard.name}, the manifest says {shard.tokens:,}")
+        sha256 = hashlib.sha256(part).hexdigest()
+        if sha256 != shard.lengths_sha256:
+            raise ValueError(
+                f"{path} is damaged: its lengths of {shard.name} have the sha256 {sha256[:16]}..., "
+                f"the manifest says {shard.lengths_sha256[:16]}..."
+            )
         longest = max(longest, int(part.max(initial=0)))
         first += shard.documents
     if longest != manifest.longest:

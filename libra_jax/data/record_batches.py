@@ -6,10 +6,11 @@ next one starts, and reading can start again there: what is in a batch depends o
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from libra_jax.data.records import Batch, InputFile, Position, Problem, read_blocks
+from libra_jax.data.records import Batch, InputFile, Position, Problem, Wrong, open_binary, read_blocks
 
 BATCH_RECORDS = 2**15  # at most, of rows or files: keeps batches of tiny ones small
 _PARQUET_ROWS = 64  # decoded at once: rows may be large
@@ -108,23 +109,20 @@ def _parquet_batches(
     from pyarrow import parquet
 
     broken = (OSError, ValueError, pyarrow.ArrowException)
-    try:
-        source = parquet.ParquetFile(file.path, page_checksum_verification=True)
-        rows = source.metadata.num_rows
-        schema = source.schema_arrow
-        group_rows = [source.metadata.row_group(group).num_rows for group in range(source.num_row_groups)]
-    except broken as error:
-        yield _broken(file, start, done_bytes, 1, f"after 0 rows: {error}")
-        return
-    with source:
-        kind = schema.field(column).type if column in schema.names else None
-        value = kind.value_type if kind is not None and pyarrow.types.is_dictionary(kind) else kind
-        if value is None or not _is_text(value):
-            there = ", ".join(f"{name} ({schema.field(name).type})" for name in schema.names)
-            detail = f"there are {there}; --text-column names another"
-            reason = "no text column" if kind is None else "text column holds no strings"
+    with contextlib.ExitStack() as opened:
+        try:
+            disk = opened.enter_context(open_binary(file))
+            source = opened.enter_context(parquet.ParquetFile(disk, page_checksum_verification=True))
+            rows = source.metadata.num_rows
+            schema = source.schema_arrow
+            group_rows = [source.metadata.row_group(group).num_rows for group in range(source.num_row_groups)]
+        except broken as error:
+            yield _broken(file, start, done_bytes, 1, f"after 0 rows: {error}")
+            return
+        wrong = _wrong_column(schema, column)
+        if wrong is not None:
             if rows:
-                yield _problem(file, start, done_bytes, Problem(file.path, None, None, reason, detail, rows))
+                yield _problem(file, start, done_bytes, Problem(file.path, None, None, *wrong, rows))
             return
         values: list[bytes | None] = []
         size = 0
@@ -158,6 +156,20 @@ def _parquet_batches(
             return
         if values:
             yield take()
+
+
+def _wrong_column(schema: Any, column: str) -> Wrong | None:
+    """What is wrong with the text column of a file with this schema."""
+    from pyarrow import types
+
+    kinds = [field.type for field in schema if field.name == column]
+    there = "there are " + ", ".join(f"{field.name} ({field.type})" for field in schema)
+    if not kinds:
+        return "no text column", f"{there}; --text-column names another"
+    if len(kinds) > 1:
+        return "two text columns", f"{len(kinds)} are named {column!r}, and one must be: {there}"
+    kind = kinds[0].value_type if types.is_dictionary(kinds[0]) else kinds[0]
+    return None if _is_text(kind) else ("text column holds no strings", f"{there}; --text-column names another")
 
 
 def _is_text(kind: Any) -> bool:

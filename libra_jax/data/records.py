@@ -12,10 +12,10 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from libra_jax.data.config import TEXT_SUFFIXES
-from libra_jax.data.documents import text_files
+from libra_jax.data.documents import text_files_and_others
 
 Kind = Literal["jsonl", "parquet", "text", "problem"]
 Origin = tuple[str, Literal["line", "row"] | None, int | None]
@@ -68,7 +68,8 @@ class Problem:
     records: int = 1
 
     def __str__(self) -> str:
-        where = self.file if self.number is None else f"{self.file}, {self.unit} {self.number:,}"
+        file = self.file.encode(errors="backslashreplace").decode()  # names need not be UTF-8
+        where = file if self.number is None else f"{file}, {self.unit} {self.number:,}"
         return f"{where}: {self.reason}{self.detail and f' ({self.detail})'}"
 
 
@@ -118,25 +119,41 @@ class Texts:
             self.empty += 1
 
 
-def list_inputs(inputs: Sequence[str | os.PathLike], suffixes: Sequence[str] = INPUT_SUFFIXES) -> list[InputFile]:
+class Inputs(NamedTuple):
+    """Files to read. passed_over: how many others are in the folders that were named, and links to folders there."""
+
+    files: list[InputFile]
+    passed_over: int
+
+
+def list_inputs(inputs: Sequence[str | os.PathLike], suffixes: Sequence[str] = INPUT_SUFFIXES) -> Inputs:
     """Files to read, in the order given; those of a folder in the order of their names, hidden ones left out.
 
-    Raises ValueError or FileNotFoundError, by name, for an input that is not there, that is listed twice, or a folder
-    that holds no file to read.
+    Raises ValueError or OSError, by name, for an input that is not there, is neither a file nor a folder, or is listed
+    twice, and for a folder that cannot be read or holds no file to read.
     """
     if not inputs:
         raise ValueError("no INPUT: name at least one JSONL, Parquet or text file, or a folder of them")
     endings = [suffix + packed for suffix in suffixes for packed in ("", *COMPRESSIONS)]
     found: dict[str, str] = {}
-    files = []
+    files, passed_over = [], 0
     for given in map(Path, inputs):
         if given.is_dir():
-            paths = [path for path in text_files(given, endings) if not path.name.startswith(".")]
+            there, others = text_files_and_others(given, endings)
+            paths = [path for path in there if not path.name.startswith(".")]
+            passed_over += others
             if not paths:
-                ends = f"ends with one of {', '.join(suffixes)}"
+                ends = f"ends with one of {', '.join(suffixes)}{f'; {others:,} end otherwise' if others else ''}"
                 raise ValueError(f"{given}: no file in this folder {ends}")
-        elif given.exists():
+        elif given.is_file():
             paths = [given]
+        elif given.exists():
+            raise ValueError(
+                f"{given} is a pipe, a socket or a device, which gives its text only once: an interrupted run could "
+                "not go on. Write it to a file first (compressed ones, .gz or .zst, are read as they are)"
+            )
+        elif given.is_symlink():
+            raise FileNotFoundError(f"{given} is a link to nothing: {os.path.realpath(given)} is not there")
         else:
             raise FileNotFoundError(f"{given}: no such file or folder")
         for path in paths:
@@ -145,7 +162,7 @@ def list_inputs(inputs: Sequence[str | os.PathLike], suffixes: Sequence[str] = I
                 raise ValueError(f"{path} would be read twice: it is in the inputs as {found[real]} already")
             found[real] = str(path)
             files.append(_input_file(path))
-    return files
+    return Inputs(files, passed_over)
 
 
 def _input_file(path: Path) -> InputFile:
@@ -155,6 +172,11 @@ def _input_file(path: Path) -> InputFile:
     stem = name.rpartition(".")[0] if compression else name
     kind: Kind = "jsonl" if stem.endswith(JSONL_SUFFIXES) else "parquet" if stem.endswith(PARQUET_SUFFIXES) else "text"
     return InputFile(os.path.abspath(path), kind, compression, stat.st_size, stat.st_mtime_ns)
+
+
+def open_binary(file: InputFile) -> BinaryIO:
+    """The file, opened by Python: pyarrow itself opens no file whose name is not UTF-8."""
+    return open(file.path, "rb")
 
 
 def read_blocks(file: InputFile, offset: int) -> Iterator[tuple[bytes, int]]:
@@ -172,7 +194,13 @@ def read_blocks(file: InputFile, offset: int) -> Iterator[tuple[bytes, int]]:
         return
     import pyarrow
 
-    with pyarrow.OSFile(file.path) as raw, pyarrow.CompressedInputStream(raw, file.compression) as stream:
+    with (
+        open_binary(file) as disk,
+        pyarrow.PythonFile(disk, mode="r") as raw,
+        pyarrow.CompressedInputStream(raw, file.compression) as stream,
+    ):
+        if not os.fstat(disk.fileno()).st_size:
+            raise OSError("it is empty, not even a header")
         while block := stream.read(_BLOCK_BYTES):
             if offset < len(block):
                 yield block[offset:], raw.tell()

@@ -24,6 +24,10 @@ END_OF_DOCUMENT_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 """Where none is named: the first of these that a tokenizer file has."""
 
 
+_NOT_OF_THE_LIBRARY = (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError)
+"""All else is what the library ran into: it raises nothing more precise, and its panics are no Exception."""
+
+
 class TokenizerFailed(Exception):
     """The tokenizer cannot take this text; the message says why, in its words."""
 
@@ -74,7 +78,7 @@ class Tokenizer:
         if token not in vocabulary:
             raise ValueError(f"--end-of-document: {token!r} is not among the {len(vocabulary):,} tokens of {file}")
         return cls(
-            name=file.name,
+            name=file.name.encode(errors="backslashreplace").decode(),  # it is printed
             file=file,
             sha256=hashlib.sha256(content).hexdigest(),
             vocab_size=max(vocabulary.values()) + 1,  # ids may have gaps, so this is not the number of tokens
@@ -103,7 +107,9 @@ class Tokenizer:
             return [documents.encode(text).astype(self.dtype) if text else np.empty(0, self.dtype) for text in texts]
         try:
             encodings = self._loaded.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
-        except Exception as error:  # the library raises nothing more precise
+        except _NOT_OF_THE_LIBRARY:
+            raise
+        except BaseException as error:
             raise TokenizerFailed(str(error)) from error
         end = self.end_of_document
         return [np.array([*ids, end] if ids else [], self.dtype) for ids in (encoding.ids for encoding in encodings)]
@@ -135,5 +141,7 @@ def _load(content: bytes, file: Path) -> Any:
     try:
         json.loads(content)
         return tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises nothing more precise
+    except _NOT_OF_THE_LIBRARY:
+        raise
+    except BaseException as error:
         raise ValueError(f"--tokenizer: {file} is not a tokenizer.json of Hugging Face: {error}") from error
