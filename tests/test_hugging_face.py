@@ -503,6 +503,8 @@ def test_configs_go_there_and_back(tmp_path: Path, model: Qwen3Config, scaling: 
     found["rope_parameters"] = (found.pop("rope_scaling") or {"rope_type": "default"}) | {
         "rope_theta": found.pop("rope_theta")
     }
+    if model.moe is not None:
+        found["num_local_experts"] = found.pop("num_experts")
     (tmp_path / "config.json").write_text(json.dumps(found))
     assert config_from_hugging_face(tmp_path) == model
 

@@ -193,6 +193,8 @@ def config_from_hugging_face(folder: Path) -> Qwen3Config:
     Raises ValueError for another architecture, and for everything the model here does not have, all in one message.
     """
     found, path = {"tie_word_embeddings": False, **read_config(folder)}, folder / CONFIG_FILE
+    if "num_local_experts" in found:  # what transformers 5 calls num_experts when it saves a model
+        found.setdefault("num_experts", found["num_local_experts"])
     architectures = found.get("architectures") or []
     if architectures not in ([_DENSE], [_MOE]):
         said = ", ".join(map(str, architectures)) or f"not stated, model_type {found.get('model_type')!r}"
