@@ -6,7 +6,7 @@ BIN = .venv/bin
 WORKERS = 2
 ARGS =
 
-.PHONY: help setup demo test lint unit old-triton parity format bench requirements wheel clean distclean
+.PHONY: help setup demo test lint unit long old-triton parity format bench requirements wheel clean distclean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -27,6 +27,9 @@ lint: setup ## ruff and pyright
 
 unit: setup ## the tests alone; ARGS="tests/test_x.py -k name" picks some
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+long: setup ## further variants of the tests, most of them compiled for GPUs: some minutes more
+	$(BIN)/python -m pytest -n $(WORKERS) -m long $(ARGS)
 
 old-triton: setup ## the tests of the GPU kernels with Triton 3.6, which GPU images carry; ARGS="-k name" picks some
 	sh tools/old_triton.sh $(ARGS)

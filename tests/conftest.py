@@ -3,6 +3,8 @@
 import importlib.util
 import os
 
+import pytest
+
 # Triton has wheels for Linux alone. Elsewhere these are left out whole; on Linux nothing is.
 if importlib.util.find_spec("triton") is None:
     collect_ignore_glob = ["test_triton_*.py", "test_compile_gpu.py", "test_kernel_report.py", "test_page_readers.py"]
@@ -17,3 +19,47 @@ os.environ["XLA_FLAGS"] = " ".join([
 ])  # fmt: skip
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
+
+LONG = (
+    "test_overlap.py::test_in_a_scan_over_layers_with_relays[checkpoint]",
+    "test_overlap.py::test_in_a_scan_over_layers_with_relays[scan]",
+    "test_overlap.py::test_in_a_scan_over_layers[checkpoint]",
+    "test_overlap.py::test_in_a_scan_over_layers[scan]",
+    "test_overlap.py::test_beside_weights_that_are_gathered_from_all_gpus[one level]",
+    "test_overlap.py::test_alone_with_relays_both_exchanges_of_a_window_run_under_its_wave[5-4]",
+    "test_overlap.py::test_alone_with_relays_both_exchanges_of_a_window_run_under_its_wave[4-1]",
+    "test_compile_gpu.py::test_other_shapes_compile[changes1]",
+    "test_compile_gpu.py::test_other_shapes_compile[changes2]",
+    "test_compile_gpu.py::test_other_shapes_compile[changes3]",
+    "test_compile_gpu.py::test_forward_and_backward_compile_with_three_kernels_a_wave[b200]",
+    "test_memory.py::test_the_formula_is_what_xla_sets_aside[relays, 5 waves]",
+    "test_memory.py::test_the_formula_is_what_xla_sets_aside[4 kv heads, 4 waves]",
+    "test_relays.py::test_relays_change_no_bit_of_output_and_dq_and_transports_none_at_all[five waves, two pools]",
+    "test_relays.py::test_relays_change_no_bit_of_output_and_dq_and_transports_none_at_all[node holds CP groups]",
+    "test_relays.py::test_compiled_collectives_stay_inside_the_pool_and_those_of_relays_inside_the_node[ppermute]",
+    "test_exchange.py::test_ragged_in_a_scan_over_checkpointed_layers[None]",
+    "test_exchange.py::test_transports_give_the_same_bits_for_every_policy_and_number_of_waves[4]",
+    "test_exchange.py::test_ragged_and_padded_give_the_same_bits_for_other_shapes[bfloat16]",
+    "test_exchange.py::test_ragged_and_padded_give_the_same_bits_for_other_shapes[odd widths]",
+    "test_attention_fn.py::test_nnx_block_with_only_its_attention_fn_swapped[2]",
+    "test_moe.py::test_the_work_is_that_of_the_chosen_experts[spread]",
+    "test_moe.py::test_output_and_gradients_equal_the_dense_mixture[spread-4-2-1]",
+    "test_hugging_face.py::test_two_processes_read_and_write_the_same",
+    "test_hugging_face.py::test_a_host_holds_about_one_shard_beside_the_arrays",
+    "test_data_benchmark.py::test_every_part_runs_small_and_reports",
+)
+"""Further variants of what stays, most of them whole programs compiled for GPUs: `make long` runs them. With them the
+suite would take longer than its quarter of an hour on two cores."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    found = set()
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        if name in LONG:
+            item.add_marker(pytest.mark.long)
+            found.add(name)
+    collected = {item.nodeid.removeprefix("tests/").partition("::")[0] for item in items}
+    whole = {name for name in LONG if name.partition("::")[0] in collected}
+    if len(items) > 2000 and found != whole:  # the whole suite: a name that is none any more is a mistake
+        raise pytest.UsageError(f"tests/conftest.py names tests as long that are not there: {sorted(whole - found)}")

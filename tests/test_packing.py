@@ -3,6 +3,7 @@
 import concurrent.futures
 import os
 import pickle
+import sys
 import unittest.mock
 
 import numpy as np
@@ -221,6 +222,25 @@ def test_an_index_that_cannot_be_kept_stops_nothing(tmp_path):
     with pytest.warns(UserWarning, match="index cannot be kept, and will be made again"):
         packed = PackedDocuments([5] * 100, 16, index=tmp_path / "file" / "index")
     assert packed.counts.tolist() == expected
+
+
+def test_large_corpora_are_counted_by_several_processes(tmp_path, monkeypatch):
+    """Or by this one, where others cannot be started."""
+    lengths = np.random.default_rng(0).integers(0, 300, 20_000).astype(np.uint32)
+    np.save(tmp_path / "lengths.npy", lengths)
+    mapped = np.load(tmp_path / "lengths.npy", mmap_mode="r")
+    expected = PackedDocuments(lengths, 256, window_sequences=64).counts.tolist()
+    monkeypatch.setattr(packing_module, "_MANY", 1000)
+    in_this_process = unittest.mock.Mock(side_effect=PackedDocuments.count_windows, autospec=True)
+    monkeypatch.setattr(PackedDocuments, "count_windows", lambda *arguments: in_this_process(*arguments))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    assert PackedDocuments(mapped, 256, window_sequences=64).counts.tolist() == expected
+    assert not in_this_process.called
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert PackedDocuments(mapped, 256, window_sequences=64).counts.tolist() == expected
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nowhere"))
+    assert PackedDocuments(mapped, 256, window_sequences=64).counts.tolist() == expected
+    assert in_this_process.call_count == 2
 
 
 def test_threads_may_ask_at_once(monkeypatch):

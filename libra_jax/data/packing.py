@@ -24,10 +24,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from libra_jax.data.bins import STRATEGIES, count_by_window, pack
+from libra_jax.data.count_windows import count_in_processes
 from libra_jax.data.sources import from_file, place_in_file
 from libra_jax.data.windows import Totals, deal_windows
 
 _SLACK = 4096
+_MANY = 2**22  # documents of a corpus that is worth starting processes for, at most so many
+_PROCESSES = 16
 _COUNTED = 2**22  # documents whose windows are counted side by side
 _REMEMBERED = 2**22  # pieces of packed windows that are kept, 24 bytes each
 
@@ -189,11 +192,19 @@ class PackedDocuments:
         return Pieces(document, start, length)
 
     def _count(self) -> np.ndarray:
-        """Sequences of each window, (windows,) int64."""
+        """Sequences of each window, (windows,) int64. Large corpora in files are counted by several processes."""
+        counts, cores = None, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        in_file = isinstance(place_in_file(self._document_lengths), tuple)
+        if in_file and cores > 1 and self.totals.documents >= _MANY:
+            counts = count_in_processes(self, min(cores, _PROCESSES, len(self.windows)))
+        return self.count_windows(0, len(self.windows)) if counts is None else counts
+
+    def count_windows(self, first: int, stop: int) -> np.ndarray:
+        """Sequences of windows [first, stop), int64, by packing them."""
         together = max(1, _COUNTED * len(self.windows) // self.totals.documents)  # windows counted side by side
-        counts = []
-        for first in range(0, len(self.windows), together):
-            items = [self._items(w).length for w in range(first, min(first + together, len(self.windows)))]
+        counts = [np.zeros(0, np.int64)]
+        for start in range(first, stop, together):
+            items = [self._items(window).length for window in range(start, min(start + together, stop))]
             bounds = np.cumsum([0, *map(len, items)])
             flat = np.concatenate(items)
             counts.append(count_by_window(flat, bounds, self.seq_len, self.packer, self.max_documents))
