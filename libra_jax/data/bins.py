@@ -60,14 +60,6 @@ def pack(lengths: np.ndarray, capacity: int, strategy: str = "first_fit", max_it
     return Packed(np.repeat(into[order], length), item, np.zeros(len(sizes), np.int64), sizes[item], count)
 
 
-def count_sequences(
-    lengths: np.ndarray, capacity: int, strategy: str = "first_fit", max_items: int | None = None
-) -> int:
-    """How many sequences `pack` makes of the same arguments, without building them. Raises what `pack` raises."""
-    sizes = _checked(lengths, capacity, strategy, max_items)
-    return _count(sizes, capacity, strategy, max_items)
-
-
 def count_by_window(
     lengths: np.ndarray,
     bounds: np.ndarray,
@@ -79,7 +71,7 @@ def count_by_window(
 
     bounds: (windows + 1,) whole numbers that do not fall; window w is items bounds[w] to bounds[w + 1] - 1.
 
-    The same as `count_sequences(lengths[bounds[w] : bounds[w + 1]], ...)` for each w, only quicker where there
+    The same as `pack(lengths[bounds[w] : bounds[w + 1]], ...).count` for each w, only quicker, above all where there
     are hundreds of windows: they are packed in step, an item of each at a time.
     Raises what `pack` raises, and ValueError for bounds that fall or lie outside.
     """
