@@ -22,7 +22,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.reporting import machine, markdown
-from libra_jax.attention import MESH_AXES
 from libra_jax.cli import load_config
 from libra_jax.memory import attention_bytes
 from libra_jax.train.config import TrainConfig
@@ -72,8 +71,8 @@ class DeviceBytes:
 
 def state_of(config: TrainConfig) -> State:
     """The state of a run as shapes with shardings, on a mesh that has no devices."""
-    shape = config.mesh.pools, config.mesh.pool_size, config.mesh.cp
-    mesh = AbstractMesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    axes = config.mesh.axes
+    mesh = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
     return plan_state(config, cast(Mesh, mesh)).shapes
 
 
@@ -129,7 +128,7 @@ def row_of(name: str, config: TrainConfig) -> dict[str, str]:
     return {
         "config": name,
         "GPUs": str(mesh.devices),
-        "mesh": f"{mesh.pools} x {mesh.pool_size} x {mesh.cp}",
+        "mesh": " x ".join(map(str, [*mesh.axes.values()][: 3 if mesh.tp == 1 else None])),
         "parameters": f"{model.num_parameters:,}",
         "active": f"{model.active_parameters:,}",
         "experts": "-" if model.moe is None else model.moe.experts,
@@ -156,7 +155,7 @@ through, the whole embedding table included. State: parameters and AdamW's two m
 `remat` leaves from the forward pass to the backward pass, all layers. Attention: one layer's backward pass by the
 formula of `libra_jax/memory.py`, with room for received blocks and pages in full. Experts in use: one layer's, and
 their gradients. Sum: all of these. Not in it: activations inside a layer, the loss, the next layer's weights that
-arrive early, a second copy of gradients: 5 to 16 GiB more where it was compiled. Of an H100's 79.1 GiB, `libra
+arrive early, a second copy of gradients: 2 to 10 GiB more where it was compiled. Of an H100's 79.1 GiB, `libra
 preflight` leaves 4 GiB to what XLA does not count, and says what the whole step takes."""
 
 

@@ -27,7 +27,13 @@ ROOT = Path(__file__).parents[1]
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("[!_]*.py"))
 LENGTHS = ("32k", "128k", "256k", "1m")
 ROOM_BYTES = 60 << 30  # of the 80 GB of an H100; the rest is for activations
+FORMULA_ROOM_BYTES = 73 << 30
+"""For what has a formula: an H100's 79.1 GiB, less 4 that XLA does not count and the 2 at least that the formulas left
+out where the step was compiled. With more, XLA gets there, if at all, by computing results twice; with less it is for
+`libra preflight` to judge."""
 NODE = 8
+COMPILED = ("qwen3_8b_256k", "qwen3_8b_1m", "qwen3_30b_a3b_256k", "qwen3_235b_a22b_256k")
+"""Those with a report of `libra preflight`."""
 
 
 @functools.cache
@@ -91,7 +97,7 @@ def _shape(model: Qwen3Config) -> tuple[int, ...]:
 @pytest.mark.parametrize("name", NAMES)
 def test_state_and_gradients_fit_with_room_and_nothing_large_is_kept_twice(name: str) -> None:
     config = loaded(name)
-    axes = {"pool": config.mesh.pools, "dp": config.mesh.pool_size, "cp": config.mesh.cp}
+    axes = config.mesh.axes
     total = 0
     for path, leaf in leaves(name):
         entries = [(entry,) if isinstance(entry, str) else entry or () for entry in leaf.sharding.spec]
@@ -104,7 +110,7 @@ def test_state_and_gradients_fit_with_room_and_nothing_large_is_kept_twice(name:
     assert total < ROOM_BYTES
     need = device_bytes(config)
     assert need.state + need.gradients == total
-    assert need.total < 64 << 30
+    assert need.total < FORMULA_ROOM_BYTES
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "demo"])
@@ -175,12 +181,14 @@ def test_what_they_advise_for_later_weights_is_understood(name: str) -> None:
         assert scaling.original_max_positions == 262_144 or scaling.slowed(np.array([1.0, 1e-6]), 1e6)[1] == 1e-6
 
 
-@pytest.mark.parametrize("length", ["256k", "1m"])
-def test_the_table_agrees_with_what_xla_sets_aside(length: str) -> None:
-    """Against the reports of the compiled step of Qwen3-8B: state to the byte, what layers keep nearly."""
-    need = device_bytes(loaded(f"qwen3_8b_{length}"))
-    said = json.loads((ROOT / "benchmarks" / "reports" / f"preflight_qwen3_8b_{length}.json").read_text())
-    assert need.parameters == said["state_bytes"]["parameters"] and need.optimizer == said["state_bytes"]["optimizer"]
+@pytest.mark.parametrize("name", COMPILED)
+def test_the_table_agrees_with_what_xla_sets_aside(name: str) -> None:
+    """Against the reports of the compiled steps: parameters to the byte, the optimizer's state but for scalars, what
+    layers keep nearly."""
+    need = device_bytes(loaded(name))
+    said = json.loads((ROOT / "benchmarks" / "reports" / f"preflight_{name}.json").read_text())
+    assert need.parameters == said["state_bytes"]["parameters"]
+    assert abs(need.optimizer - said["state_bytes"]["optimizer"]) < 64
     assert need.kept == pytest.approx(said["memory"]["kept activations"], rel=0.01)
     assert need.attention == pytest.approx(said["attention_formula_bytes"]["backward"], rel=0.05)
     assert need.total < said["peak_bytes"] < need.total + (10 << 30)  # what the table leaves out

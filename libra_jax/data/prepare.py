@@ -28,6 +28,7 @@ from libra_jax.data.durable import PrepareStopped
 from libra_jax.data.orphans import end_with_parent
 from libra_jax.data.prepare_folder import UnfinishedFolder
 from libra_jax.data.prepare_progress import Progress
+from libra_jax.data.prepare_state import difference, inputs_listing
 from libra_jax.data.prepared import Manifest
 from libra_jax.data.record_batches import batches
 from libra_jax.data.records import INPUT_SUFFIXES, Batch, InputFile, Position, Problem, list_inputs, texts_of
@@ -116,7 +117,7 @@ def _prepare(inputs: Sequence[str | os.PathLike], options: PrepareOptions) -> tu
     files, passed_over = list_inputs(inputs, options.suffixes)
     tokenizer = Tokenizer.open(options.tokenizer, options.end_of_document, options.parse_special_tokens)
     _refuse_out_among_inputs(out, inputs)
-    listing = prepare_folder.inputs_listing(files)
+    listing = inputs_listing(files)
     settings = {
         "tokenizer": {name: value for name, value in dataclasses.asdict(tokenizer).items() if name != "file"},
         "text_column": options.text_column,
@@ -158,7 +159,7 @@ def _already_there(out: Path, settings: dict[str, Any], files: Sequence[InputFil
         raise ValueError(f"{out} is there already, and was not made by `libra prepare`; give another --out")
     manifest = prepared.PreparedDocuments.open(out).manifest
     then = {**manifest.settings, "tokenizer": manifest.tokenizer, "inputs": manifest.inputs}
-    differs = prepare_folder.difference(then, settings, out / prepared.INPUTS, files)
+    differs = difference(then, settings, out / prepared.INPUTS, files)
     if differs:
         raise ValueError(
             f"{out} is there already, made with other options or inputs: {differs}. Give another --out, or remove it"

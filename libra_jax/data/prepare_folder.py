@@ -19,7 +19,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +36,16 @@ from libra_jax.data.durable import (
     sync,
 )
 from libra_jax.data.packing import PackedDocuments
+from libra_jax.data.prepare_state import (
+    FOLDER,
+    LENGTHS_HEADER_BYTES,
+    STATE,
+    State,
+    check_shards,
+    difference,
+    inputs_listing,
+    shard_names,
+)
 from libra_jax.data.prepared import Manifest, Shard
 from libra_jax.data.records import InputFile, Position, Problem
 from libra_jax.data.tokenization import Tokenizer
@@ -45,55 +55,8 @@ SHARD_OPTIONS = "group_size:1,zstd:1"
 reads 100 million tokens a second on one core (uncompressed: 240; brotli, the default, writes half as fast); a core
 tokenises two million. The checksums of ArrayRecord find damage either way."""
 
-_LENGTHS_HEADER_BYTES = 128
 _WRITING = "writing.array_record"
 _LOCK = "lock"
-
-
-@dataclasses.dataclass
-class State:
-    """What is on disk for good, and the position behind it in the inputs.
-
-    problems_bytes: of problems.jsonl. units: lines, rows, files and records that were left out, all that were read;
-    which are the documents, blank lines, empty documents, and bad records by reason.
-    """
-
-    settings: dict[str, Any]
-    position: Position = dataclasses.field(default_factory=Position)
-    shards: list[Shard] = dataclasses.field(default_factory=list)
-    longest: int = 0
-    units: int = 0
-    blank: int = 0
-    empty: int = 0
-    bad: dict[str, int] = dataclasses.field(default_factory=dict)
-    problems_bytes: int = 0
-
-    @property
-    def bad_records(self) -> int:
-        return sum(self.bad.values())
-
-    @property
-    def documents(self) -> int:
-        return sum(shard.documents for shard in self.shards)
-
-    @property
-    def tokens(self) -> int:
-        return sum(shard.tokens for shard in self.shards)
-
-    def save(self, path: Path) -> None:
-        replace(path, json.dumps(dataclasses.asdict(self), indent=1).encode())
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Raises ValueError, with the way out, for a file that is not such a state."""
-        try:
-            content = json.loads(path.read_bytes())
-            if isinstance(content, dict) and isinstance(content.get("shards"), list):
-                content["position"] = prepared.from_json(Position, content.get("position"))
-                content["shards"] = [prepared.from_json(Shard, shard) for shard in content["shards"]]
-            return prepared.from_json(cls, content)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is damaged: {error}; remove {path.parent} to start from the beginning") from error
 
 
 class UnfinishedFolder:
@@ -104,7 +67,7 @@ class UnfinishedFolder:
         settings or inputs, and PrepareStopped where another run is at work on it, or it cannot be written."""
         self.out = out
         self.path = unfinished_path(out)
-        self.folder = self.path / "folder"
+        self.folder = self.path / FOLDER
         self._tokenizer = tokenizer
         self._inputs = inputs
         self.new_problems = 0
@@ -130,24 +93,25 @@ class UnfinishedFolder:
                     f"{self.path} was begun with other options or inputs: {differs}. Start it as it was begun, or "
                     "remove that folder to start from the beginning"
                 )
-            self._check_shards()
+            check_shards(self.state, self.path)
             self._put_copies()
         else:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir()
             self.state = State(settings)
             self._state_path.unlink(missing_ok=True)
-            replace(self.folder / prepared.LENGTHS, bytes(_LENGTHS_HEADER_BYTES))
+            replace(self.folder / prepared.LENGTHS, bytes(LENGTHS_HEADER_BYTES))
             replace(self.folder / prepared.PROBLEMS, b"")
             self._put_copies()
             self.state.save(self._state_path)
         (self.folder / prepared.PROBLEMS).touch()  # removed by a run that was stopped while it finished
         expected = {prepared.INPUTS, prepared.TOKENIZER, prepared.LENGTHS, prepared.PROBLEMS}
-        expected |= {name for i in range(len(self.state.shards)) for name in self._names(i)}
+        shards = len(self.state.shards)
+        expected |= {name for i in range(shards) for name in shard_names(i, shards)}
         for path in self.folder.iterdir():
             if path.name not in expected:
                 path.unlink()
-        lengths_bytes = _LENGTHS_HEADER_BYTES + 4 * self.state.documents
+        lengths_bytes = LENGTHS_HEADER_BYTES + 4 * self.state.documents
         self._lengths = open_at(self.folder / prepared.LENGTHS, lengths_bytes)
         self._problems = open_at(self.folder / prepared.PROBLEMS, self.state.problems_bytes)
         self._start_shard()
@@ -166,40 +130,9 @@ class UnfinishedFolder:
             if not path.is_file() or path.read_bytes() != content:
                 replace(path, content)
 
-    def _check_shards(self) -> None:
-        way_out = f"remove {self.path} to start from the beginning"
-        for i, shard in enumerate(self.state.shards):
-            paths = [self.folder / name for name in self._names(i)]
-            size = next((path.stat().st_size for path in paths if path.exists()), None)
-            if size != shard.bytes:
-                what = "is gone" if size is None else f"has {size:,} bytes"
-                raise ValueError(
-                    f"{paths[0]} {what}, and {self._state_path} says that it has {shard.bytes:,} bytes; {way_out}"
-                )
-        path = self.folder / prepared.LENGTHS
-        if not path.is_file():
-            raise ValueError(f"{path} is gone; {way_out}")
-        with path.open("rb") as file:
-            file.seek(_LENGTHS_HEADER_BYTES)
-            for shard in self.state.shards:
-                lengths = file.read(4 * shard.documents)
-                sha256 = hashlib.sha256(lengths).hexdigest()
-                if len(lengths) == 4 * shard.documents and sha256 != shard.lengths_sha256:  # `open_at` finds it short
-                    raise ValueError(
-                        f"{path} is damaged: its lengths of {shard.name} have the sha256 {sha256[:16]}..., "
-                        f"{self._state_path} says {shard.lengths_sha256[:16]}...; {way_out}"
-                    )
-
-    def _names(self, shard: int) -> tuple[str, str]:
-        """Of a shard: until all are there, and in the end."""
-        return (
-            f"documents-{shard:05d}.array_record",
-            f"documents-{shard:05d}-of-{len(self.state.shards):05d}.array_record",
-        )
-
     @property
     def _state_path(self) -> Path:
-        return self.path / "state.json"
+        return self.path / STATE
 
     @property
     def worker_tokenizer(self) -> Tokenizer:
@@ -258,7 +191,7 @@ class UnfinishedFolder:
         self._writer.close()
         path = self.folder / _WRITING
         sync(path)
-        name = self._names(len(self.state.shards))[0]
+        name = shard_names(len(self.state.shards), len(self.state.shards))[0]
         os.rename(path, self.folder / name)
         sync(self.folder)
         lengths = np.concatenate(self._shard_lengths).astype("<u4")
@@ -281,7 +214,7 @@ class UnfinishedFolder:
         self._check_that_it_is_ours()
         with stops_on_errors(self.folder):
             for i, shard in enumerate(state.shards):
-                writing, name = (self.folder / name for name in self._names(i))
+                writing, name = (self.folder / name for name in shard_names(i, len(state.shards)))
                 if writing.exists():
                     os.rename(writing, name)
                 shards = dataclasses.replace(shard, name=name.name)
@@ -289,7 +222,7 @@ class UnfinishedFolder:
             header = {"descr": "<u4", "fortran_order": False, "shape": (state.documents,)}
             self._lengths.seek(0)
             np.lib.format.write_array_header_1_0(self._lengths, header)
-            assert self._lengths.tell() == _LENGTHS_HEADER_BYTES
+            assert self._lengths.tell() == LENGTHS_HEADER_BYTES
             flush(self._lengths)
             if not state.problems_bytes:
                 (self.folder / prepared.PROBLEMS).unlink(missing_ok=True)
@@ -373,45 +306,10 @@ def unfinished_path(out: Path) -> Path:
 def remove_leftover(out: Path) -> None:
     """Of a run that was stopped after DIR had appeared."""
     unfinished = unfinished_path(out)
-    if unfinished.is_dir() and not (unfinished / "folder").exists():
+    if unfinished.is_dir() and not (unfinished / FOLDER).exists():
         with contextlib.suppress(OSError, PrepareStopped):  # another run has it
             lock = locked(unfinished / _LOCK)
             try:
                 remove_locked(lock, unfinished / _LOCK)
             finally:
                 os.close(lock)
-
-
-def inputs_listing(inputs: Sequence[InputFile]) -> bytes:
-    """Of inputs.jsonl: path, size in bytes and time of the last change of each input, in order."""
-    rows = ({"path": file.path, "size_bytes": file.size_bytes, "mtime_ns": file.mtime_ns} for file in inputs)
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
-
-
-def difference(then: dict[str, Any], now: dict[str, Any], listing: Path, inputs: Sequence[InputFile]) -> str | None:
-    """The first setting or input that is not what it was, with both values; None where all are the same."""
-    for name in sorted(then.keys() | now.keys(), key=lambda name: name == "inputs"):
-        was, is_now = then.get(name), now.get(name)
-        if was == is_now:
-            continue
-        if name == "inputs" and isinstance(was, dict) and listing.is_file():
-            content = listing.read_bytes()
-            if hashlib.sha256(content).hexdigest() == was.get("sha256"):
-                return _inputs_difference(content.decode().splitlines(), inputs_listing(inputs).decode().splitlines())
-        if isinstance(was, dict) and isinstance(is_now, dict):
-            key = next(key for key in {**is_now, **was} if was.get(key) != is_now.get(key))
-            name, was, is_now = f"{name} {key}", was.get(key), is_now.get(key)
-        return f"{name.replace('_', ' ')} was {was!r} and is {is_now!r} now"
-    return None
-
-
-def _inputs_difference(then: list[str], now: list[str]) -> str:
-    i = next((i for i, (was, is_now) in enumerate(zip(then, now, strict=False)) if was != is_now), None)
-    if i is None:
-        return f"there were {len(then):,} input files and there are {len(now):,} now"
-    was, is_now = json.loads(then[i]), json.loads(now[i])
-    if was["path"] != is_now["path"]:
-        return f"input {i + 1:,} was {was['path']} and is {is_now['path']} now"
-    what = ("size_bytes", "bytes") if was["size_bytes"] != is_now["size_bytes"] else ("mtime_ns", "ns since 1970")
-    name = "its size" if what[0] == "size_bytes" else "the time of its last change"
-    return f"{was['path']} has changed: {name} was {was[what[0]]:,} {what[1]} and is {is_now[what[0]]:,} now"

@@ -8,23 +8,22 @@ Both work on any number of devices: arrays are spread over all there are.
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import time
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 from rich.console import Console
 
-from libra_jax.attention import MESH_AXES
+from libra_jax.data.durable import replace
 from libra_jax.models.hugging_face import CONFIG_FILE, config_from_hugging_face, weight_values
 from libra_jax.models.hugging_face_read import read_weights
 from libra_jax.models.hugging_face_write import COMPANIONS, refuse_existing, write_weights
-from libra_jax.train.config import TrainConfig, fixed_values, refuse_changes
-from libra_jax.train.loop import RunFolder, hold_folder
+from libra_jax.train.config import MeshConfig, TrainConfig, fixed_values, refuse_changes
+from libra_jax.train.folder import RunFolder, hold_folder
+from libra_jax.train.mesh import make_mesh
 from libra_jax.train.step import plan_state
 
 _COMMITTED = "_CHECKPOINT_METADATA"  # Orbax writes this file last
@@ -63,12 +62,9 @@ def import_weights(source: Path, config: TrainConfig, console: Console) -> None:
                 f"{folder.path} has a checkpoint of step {steps[-1]} already; give another --run-dir, or remove it"
             )
         begin = time.perf_counter()
-        params = read_weights(source, plan_state(config, mesh).shapes["params"])
-        beside = companions_of(folder)
-        beside.mkdir(exist_ok=True)
-        for name in (CONFIG_FILE, *COMPANIONS):
-            if (source / name).is_file() and jax.process_index() == 0:
-                shutil.copyfile(source / name, beside / name)
+        params = read_weights(source, plan_state(without_axes(config), mesh).shapes["params"])
+        if jax.process_index() == 0:
+            keep_companions(source, companions_of(folder))
         save_imported(folder, params, config)
         count = sum(leaf.size for leaf in jax.tree.leaves(params))
         seconds = time.perf_counter() - begin
@@ -96,6 +92,22 @@ def model_differences(folder: Path, config: TrainConfig) -> list[str]:
         for name in ("rope_theta", "rope_scaling")
         if getattr(published, name) != getattr(config.model, name)
     ]
+
+
+def keep_companions(source: Path, beside: Path) -> None:
+    """Copies tokenizer and config.json into the folder `beside`: each file whole, or as it was there before.
+
+    Raises OSError if they cannot be written.
+    """
+    found = {name: (source / name).read_bytes() for name in (CONFIG_FILE, *COMPANIONS) if (source / name).is_file()}
+    try:
+        beside.mkdir(exist_ok=True)
+        for name, content in found.items():
+            replace(beside / name, content)
+    except OSError as error:
+        for begun in beside.glob("*.writing"):
+            begun.unlink()
+        raise OSError(f"{beside} could not be written: {error.strerror or error}; step 0 is not saved") from error
 
 
 def save_imported(folder: RunFolder, params: Any, config: TrainConfig) -> None:
@@ -174,7 +186,7 @@ def restore_params(folder: RunFolder, step: int, config: TrainConfig, mesh: Mesh
     if step == 0:  # imported: it binds less
         now = {f"model.{name}": value for name, value in weight_values(config.model).items()}
     refuse_changes({"config": saved, "data": {}}, {"config": now, "data": {}}, str(folder.path))
-    shapes = plan_state(config, mesh).shapes["params"]
+    shapes = plan_state(without_axes(config), mesh).shapes["params"]
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     with context:
@@ -183,8 +195,12 @@ def restore_params(folder: RunFolder, step: int, config: TrainConfig, mesh: Mesh
 
 def mesh_of_all_devices() -> Mesh:
     """All devices there are along one axis, for arrays that are only to lie somewhere."""
-    devices = np.array(jax.devices()).reshape(-1, 1, 1)
-    return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    return make_mesh(MeshConfig(pools=len(jax.devices())))
+
+
+def without_axes(config: TrainConfig) -> TrainConfig:
+    """The same model on a mesh with none of the axes that say who has which heads and layers."""
+    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, tp=1, pp=1))
 
 
 def _say(console: Console, line: str) -> None:
