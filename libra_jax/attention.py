@@ -57,6 +57,7 @@ def libra_attention(
     implementation: str | None = None,
     transport: str | None = None,
     launches: Mapping[str, Launch] | None = None,
+    heads_axis: str | None = None,
 ) -> Float[Array, "sequences seq_len num_heads v_head_dim"]:
     """Causal attention inside the documents of packed sequences, balanced over each pool's ranks.
 
@@ -72,6 +73,9 @@ def libra_attention(
     transport: "ragged", "all_to_all" or "ppermute"; None: "ragged" on GPUs, elsewhere
         "ppermute" between two ranks and "all_to_all" among more. Same bits.
     launches: launch parameters of the Triton kernels in place of the table's, for "forward", "dq" or "dkv".
+    heads_axis: mesh axis that heads are spread over (tensor parallelism). Then spec and plans are those of the heads of
+        one rank, and q, k and v have as many times more heads as the axis is long; each rank works on its own heads
+        with the same plan, and nothing crosses this axis. None: every rank has all heads.
 
     Returns the output in q's dtype. Padding gives zero output and zero gradient, whatever it holds. Logits of real rows
     have to be finite in float32. Differentiable once, in reverse mode, in q, k and v; works under jit,
@@ -81,7 +85,7 @@ def libra_attention(
     Raises ValueError or TypeError, before anything runs, when plans, spec, mesh and arrays do not belong together.
     Arrays that are committed to one device are refused by jax: `jax.device_put` them with `SEQUENCE_SPEC` first.
     """
-    _check(q, k, v, plans, spec, mesh)
+    _check(q, k, v, plans, spec, mesh, heads_axis)
     if launches is not None and not (isinstance(launches, Mapping) and all(isinstance(k, str) for k in launches)):
         raise TypeError(f"launches must map passes to libra_kernels.Launch, got {launches!r}")
     device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
@@ -95,8 +99,8 @@ def libra_attention(
     if implementation in (None, "triton"):
         _check_triton(implementation, options, q, v, spec)
     static = Static(spec, options, implementation, resolve_transport(transport, device, spec.ranks))
-    q, k, v, plans = _laid_out(q, k, v, plans, mesh)
-    return _on_mesh(static, mesh)(q, k, v, plans)
+    q, k, v, plans = _laid_out(q, k, v, plans, mesh, heads_axis)
+    return _on_mesh(static, in_context(mesh), heads_axis)(q, k, v, plans)
 
 
 def _check_triton(implementation: str | None, options: TileOptions, q: jax.Array, v: jax.Array, spec: PoolSpec) -> None:
@@ -111,34 +115,49 @@ def _check_triton(implementation: str | None, options: TileOptions, q: jax.Array
 
 
 def _laid_out(
-    q: jax.Array, k: jax.Array, v: jax.Array, plans: PlanTables, mesh: Mesh
+    q: jax.Array, k: jax.Array, v: jax.Array, plans: PlanTables, mesh: Mesh, heads_axis: str | None
 ) -> tuple[jax.Array, jax.Array, jax.Array, PlanTables]:
     """The arguments as they must lie on the mesh. On Auto axes the compiler sees to that; on Explicit ones, which
     `jax.make_mesh` makes unless told otherwise, an array's sharding is part of its type and has to be stated."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    ours = {types[axis] for axis in MESH_AXES}
+    axes = _axes(heads_axis)
+    ours = {types[axis] for axis in axes}
     if len(ours) > 1:
-        raise ValueError(
-            f"the mesh axes {MESH_AXES} must be of one type, got {tuple(types[axis] for axis in MESH_AXES)}"
-        )
+        raise ValueError(f"the mesh axes {axes} must be of one type, got {tuple(types[axis] for axis in axes)}")
     if ours != {AxisType.Explicit}:
         return q, k, v, plans
-    sequences, tables = NamedSharding(mesh, SEQUENCE_SPEC), NamedSharding(mesh, PLAN_SPEC)
+    sequences, tables = NamedSharding(mesh, heads_spec(heads_axis)), NamedSharding(mesh, PLAN_SPEC)
     q, k, v = (jax.reshard(x, sequences) for x in (q, k, v))
     return q, k, v, jax.tree.map(lambda table: jax.reshard(jnp.asarray(table), tables), plans)
 
 
+def in_context(mesh: Mesh) -> Any:
+    """The mesh as a function inside `jax.shard_map` over other axes (a pipeline's, say) must name it; else `mesh`."""
+    context = jax.sharding.get_abstract_mesh()
+    return context if context.manual_axes else mesh
+
+
+def heads_spec(heads_axis: str | None) -> PartitionSpec:
+    """How (sequences, seq_len, heads, width) arrays lie on the mesh, with heads over `heads_axis`."""
+    return SEQUENCE_SPEC if heads_axis is None else PartitionSpec(*SEQUENCE_SPEC, heads_axis)
+
+
+def _axes(heads_axis: str | None) -> tuple[str, ...]:
+    return MESH_AXES if heads_axis is None else (*MESH_AXES, heads_axis)
+
+
 @functools.cache
-def _on_mesh(static: Static, mesh: Mesh) -> Callable[..., jax.Array]:
+def _on_mesh(static: Static, mesh: Mesh, heads_axis: str | None) -> Callable[..., jax.Array]:
     """The operator over the whole mesh. Jitted and kept, so that layers of one shape are traced once, and a call
     outside of jit is compiled as one program."""
+    spec = heads_spec(heads_axis)
     return jax.jit(
         jax.shard_map(
             functools.partial(_on_rank, static=static),
             mesh=mesh,
-            in_specs=(SEQUENCE_SPEC, SEQUENCE_SPEC, SEQUENCE_SPEC, PLAN_SPEC),
-            out_specs=SEQUENCE_SPEC,
-            axis_names=set(MESH_AXES),  # other axes of the mesh take no part, in the sums of gradients neither
+            in_specs=(spec, spec, spec, PLAN_SPEC),
+            out_specs=spec,
+            axis_names=set(_axes(heads_axis)),  # other axes of the mesh take no part, in the sums of gradients neither
             check_vma=False,
         )
     )
@@ -188,9 +207,11 @@ def _positive(name: str, value: float) -> float:
     return float(value)
 
 
-def _check(q: jax.Array, k: jax.Array, v: jax.Array, plans: PlanTables, spec: PoolSpec, mesh: Mesh) -> None:
+def _check(
+    q: jax.Array, k: jax.Array, v: jax.Array, plans: PlanTables, spec: PoolSpec, mesh: Mesh, heads_axis: str | None
+) -> None:
     """Refuses what does not belong together; every message names both sides."""
-    check_mesh(spec, mesh)
+    check_mesh(spec, mesh, heads_axis)
     if not isinstance(plans, PlanTables):
         raise TypeError(f"plans must be what stack_plans([plan, ...]) returns, got {type(plans).__name__}")
     if plans.spec != spec:
@@ -204,12 +225,14 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array, plans: PlanTables, spec: Po
                 f"the plans' table {name} is {got}; {pools} pools on the mesh and the spec want int32 {want}"
             )
     sequences = pools * spec.pool_size
-    want_q = (sequences, spec.seq_len, spec.num_heads, spec.head_dim)
-    want_k = (sequences, spec.seq_len, spec.num_kv_heads, spec.head_dim)
+    shards = 1 if heads_axis is None else mesh.shape[heads_axis]
+    over = "" if heads_axis is None else f", heads over {shards} ranks of axis {heads_axis!r},"
+    want_q = (sequences, spec.seq_len, shards * spec.num_heads, spec.head_dim)
+    want_k = (sequences, spec.seq_len, shards * spec.num_kv_heads, spec.head_dim)
     for name, array, want in (("q", q, want_q), ("k", k, want_k), ("v", v, (*want_k[:3], spec.v_head_dim))):
         if array.ndim != 4 or any(w is not None and a != w for a, w in zip(array.shape, want, strict=True)):
             raise ValueError(
-                f"{name} has shape {array.shape}; {pools} pools of {spec.pool_size} sequences and the spec want "
+                f"{name} has shape {array.shape}; {pools} pools of {spec.pool_size} sequences{over} and the spec want "
                 f"(sequences, seq_len, heads, width) {tuple('any' if w is None else w for w in want)}"
             )
     if not (q.dtype == k.dtype == v.dtype) or q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
@@ -218,13 +241,15 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array, plans: PlanTables, spec: Po
         )
 
 
-def check_mesh(spec: PoolSpec, mesh: Mesh) -> None:
-    """Raises ValueError unless the mesh has axes "pool", "dp" of size pool_size and "cp" of size cp."""
+def check_mesh(spec: PoolSpec, mesh: Mesh, heads_axis: str | None = None) -> None:
+    """Raises ValueError unless the mesh has axes "pool", "dp" of size pool_size, "cp" of size cp, and `heads_axis`."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"mesh must be a jax Mesh with axes {MESH_AXES}, got {type(mesh).__name__}")
-    for axis in MESH_AXES:
+    if heads_axis in MESH_AXES:
+        raise ValueError(f"heads_axis ({heads_axis!r}) must be another axis than {MESH_AXES}")
+    for axis in _axes(heads_axis):
         if axis not in mesh.shape:
-            raise ValueError(f"the mesh has axes {tuple(mesh.shape)}, the operator needs {MESH_AXES}")
+            raise ValueError(f"the mesh has axes {tuple(mesh.shape)}, the operator needs {_axes(heads_axis)}")
     for axis, field, want in (("dp", "pool_size", spec.pool_size), ("cp", "cp", spec.cp)):
         if mesh.shape[axis] != want:
             raise ValueError(f"mesh axis {axis!r} has size {mesh.shape[axis]}, the spec has {field} {want}")

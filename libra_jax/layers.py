@@ -117,6 +117,7 @@ def attention_fn(
     implementation: str | None = None,
     transport: str | None = None,
     launches: Mapping[str, Launch] | None = None,
+    heads_axis: str | None = None,
 ) -> AttentionFn:
     """The `attention_fn` that makes flax's attention modules pooled: causal inside each packed document.
 
@@ -124,10 +125,12 @@ def attention_fn(
     `linen.MultiHeadDotProductAttention`, which has no such switch, with no mask. The plan is read from `use_plan`.
     spec: heads and head_dim as the module has them. Linen has as many key/value heads as query heads.
     scale, soft_cap, implementation, transport, launches: see `libra_attention`.
+    heads_axis: see `libra_attention`; the module then has the heads of all ranks of this axis, spec those of one.
 
     Returns a callable that equals and hashes by its arguments, so modules that hold it stay comparable.
     """
-    return AttentionFn(spec, mesh, scale, soft_cap, implementation, transport, tuple(sorted((launches or {}).items())))
+    own = tuple(sorted((launches or {}).items()))
+    return AttentionFn(spec, mesh, scale, soft_cap, implementation, transport, own, heads_axis)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +144,12 @@ class AttentionFn:
     implementation: str | None = None
     transport: str | None = None
     launches: tuple[tuple[str, Launch], ...] = ()
+    heads_axis: str | None = None
+
+    @property
+    def shards(self) -> int:
+        """Ranks that the heads are spread over."""
+        return 1 if self.heads_axis is None else self.mesh.shape[self.heads_axis]
 
     def __call__(
         self,
@@ -225,6 +234,7 @@ class AttentionFn:
             implementation=self.implementation,
             transport=self.transport,
             launches=dict(self.launches),
+            heads_axis=self.heads_axis,
         )
 
     def _check(self, query: jax.Array, key: jax.Array, value: jax.Array) -> None:
@@ -234,17 +244,19 @@ class AttentionFn:
                 f"query {query.shape}, key {key.shape} and value {value.shape} must have 4 axes: (sequences, seq_len, "
                 f"heads, head_dim)"
             )
+        shards = self.shards
         kv_hint = " (linen has one key/value head a query head)" if key.shape[2] == query.shape[2] else ""
         for what, got, name, want in (
             ("tokens in a sequence", query.shape[1], "seq_len", spec.seq_len),
-            ("query heads", query.shape[2], "num_heads", spec.num_heads),
-            ("key heads" + kv_hint, key.shape[2], "num_kv_heads", spec.num_kv_heads),
-            ("value heads", value.shape[2], "num_kv_heads", spec.num_kv_heads),
+            ("query heads", query.shape[2], "num_heads", shards * spec.num_heads),
+            ("key heads" + kv_hint, key.shape[2], "num_kv_heads", shards * spec.num_kv_heads),
+            ("value heads", value.shape[2], "num_kv_heads", shards * spec.num_kv_heads),
             ("width of a query head", query.shape[3], "head_dim", spec.head_dim),
             ("width of a key head", key.shape[3], "head_dim", spec.head_dim),
         ):
             if got != want:
-                raise ValueError(f"{what}: the module gives {got}, PoolSpec.{name} says {want}")
+                times = f", times {shards} ranks of axis {self.heads_axis!r}" if "heads" in what and shards > 1 else ""
+                raise ValueError(f"{what}: the module gives {got}, PoolSpec.{name} says {want}{times}")
         if not query.dtype == key.dtype == value.dtype:
             raise ValueError(f"query {query.dtype}, key {key.dtype} and value {value.dtype} must be of one dtype")
 
@@ -281,6 +293,8 @@ class LibraAttention(nnx.Module):
         kernel (heads, width, features); norm_metadata: of the norms' scales (width,). A key `out_sharding` with a
         PartitionSpec shards the parameter when the layer is built under `jax.set_mesh`.
     scale, soft_cap, implementation, transport, launches: see `libra_attention`.
+    heads_axis: mesh axis that heads are spread over (tensor parallelism), see `libra_attention`; spec is then of the
+        heads of one rank, and the layer has those of all of them.
     """
 
     def __init__(
@@ -303,6 +317,7 @@ class LibraAttention(nnx.Module):
         implementation: str | None = None,
         transport: str | None = None,
         launches: Mapping[str, Launch] | None = None,
+        heads_axis: str | None = None,
         rngs: nnx.Rngs,
     ):
         if spec.head_dim % 2:
@@ -311,8 +326,9 @@ class LibraAttention(nnx.Module):
         self.dtype = jnp.dtype(spec.dtype if dtype is None else dtype)
         self.attention_fn = attention_fn(
             spec, mesh, scale=scale, soft_cap=soft_cap, implementation=implementation, transport=transport,
-            launches=launches,
+            launches=launches, heads_axis=heads_axis,
         )  # fmt: skip
+        query_heads, kv_heads = (self.attention_fn.shards * n for n in (spec.num_heads, spec.num_kv_heads))
 
         def project(heads: int, width: int) -> nnx.LinearGeneral:
             return nnx.LinearGeneral(
@@ -320,11 +336,11 @@ class LibraAttention(nnx.Module):
                 param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs,
             )  # fmt: skip
 
-        self.q_proj = project(spec.num_heads, spec.head_dim)
-        self.k_proj = project(spec.num_kv_heads, spec.head_dim)
-        self.v_proj = project(spec.num_kv_heads, spec.value_dim)
+        self.q_proj = project(query_heads, spec.head_dim)
+        self.k_proj = project(kv_heads, spec.head_dim)
+        self.v_proj = project(kv_heads, spec.value_dim)
         self.o_proj = nnx.LinearGeneral(
-            (spec.num_heads, spec.value_dim), features, axis=(-2, -1), kernel_metadata=out_kernel_metadata,
+            (query_heads, spec.value_dim), features, axis=(-2, -1), kernel_metadata=out_kernel_metadata,
             use_bias=False, dtype=self.dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs,
         )  # fmt: skip
         norm = {"epsilon": norm_epsilon, "param_dtype": param_dtype, "scale_metadata": norm_metadata}

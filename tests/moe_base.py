@@ -88,7 +88,7 @@ def _compiled(
 
     def run(layer: Layer) -> Outcome:
         where = Layer(
-            SEQUENCE_SPEC, SEQUENCE_SPEC, spread_spec(layer.router.shape, mesh.size),
+            SEQUENCE_SPEC, SEQUENCE_SPEC, spread_spec(layer.router.shape, mesh),
             jax.tree.map(lambda w: expert_spec(w.shape, config, mesh), layer.experts), SEQUENCE_SPEC,
         )  # fmt: skip
         placed = jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(mesh, s)), layer, where)

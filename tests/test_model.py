@@ -10,45 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from train_base import TINY, TINY_MOE, Packed, pack, qwen3_logits, tiny_spec
+from train_base import LENGTHS, TINY, TINY_MOE, batch_of, qwen3_logits, random_params, run, tiny_spec
 
 from libra_jax.models.qwen3 import QWEN3_0_6B, QWEN3_8B, QWEN3_30B_A3B, QWEN3_235B_A22B, Qwen3, Qwen3Config
 from libra_jax.models.vocabulary import cross_entropy_sum
 from libra_jax.spec import PoolSpec
 from libra_jax.train.config import MeshConfig
 from libra_jax.train.mesh import make_mesh
-
-LENGTHS = [
-    [64],
-    [1, 20, 3, 9, 1, 5],
-    [40, 24],
-    [],
-]  # a full one, short ones and padding, cut inside a block, only padding
-
-
-def random_params(config: Qwen3Config, spec: PoolSpec, mesh: jax.sharding.Mesh, seed: int = 0) -> tuple[Any, Any]:
-    """(graph, params): every weight drawn anew, norms too, so that no factor is hidden by a one or a small number."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: Qwen3(config, spec, mesh, rngs=nnx.Rngs(0))))
-    rng = np.random.default_rng(seed)
-
-    def draw(path: Any, leaf: Any) -> np.ndarray:
-        if path[-1].key == "scale":
-            return rng.uniform(0.5, 1.5, leaf.shape).astype(np.float32)
-        return (0.3 * rng.standard_normal(leaf.shape)).astype(np.float32)
-
-    return graph, jax.tree.map_with_path(draw, nnx.to_pure_dict(state))
-
-
-def run(graph: Any, params: Any, batch: Packed) -> np.ndarray:
-    """Logits of the first micro-step."""
-    plans = jax.tree.map(lambda x: x[0], batch.plans)
-    call = jax.jit(lambda params, tokens, positions, plans: nnx.merge(graph, params)(tokens, positions, plans))
-    return np.asarray(call(params, batch.tokens[0], batch.positions[0], plans))
-
-
-def batch_of(spec: PoolSpec, seed: int = 1) -> Packed:
-    tokens = np.random.default_rng(seed).integers(0, TINY.vocab_size, (len(LENGTHS), spec.seq_len))
-    return pack(LENGTHS, tokens, spec)
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ def compiled_for_a_gpu(config: MoEConfig) -> str:
     number, inner = config.num_experts, config.intermediate_size
     shapes = (number, width, inner), (number, width, inner), (number, inner, width)
     experts = experts_of(lying(s, jnp.float32, expert_spec(s, config, mesh)) for s in shapes)
-    router = lying((width, number), jnp.float32, spread_spec((width, number), 8))
+    router = lying((width, number), jnp.float32, spread_spec((width, number), mesh))
     x = lying((4, tokens, width), jnp.bfloat16, SEQUENCE_SPEC)
     real = lying((4, tokens), jnp.bool_, SEQUENCE_SPEC)
 

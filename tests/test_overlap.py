@@ -167,7 +167,7 @@ def model_arguments(spec, mesh, *, features: int = 1024, fsdp: bool = False):
         "down": (4 * features, features),
     }
     weights = {
-        name: lying(mesh, (LAYERS, *shape), "float32", spread_spec((LAYERS, *shape), mesh.size, first=1))
+        name: lying(mesh, (LAYERS, *shape), "float32", spread_spec((LAYERS, *shape), mesh, first=1))
         if fsdp
         else lying(mesh, (LAYERS, *shape), "bfloat16", PartitionSpec())
         for name, shape in shapes.items()

@@ -10,11 +10,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from flax import nnx
 
 from libra_jax.links import Links
 from libra_jax.models.moe import MoEConfig
-from libra_jax.models.qwen3 import Qwen3Config
+from libra_jax.models.qwen3 import Qwen3, Qwen3Config
 from libra_jax.plan import PlanTables, plan_pool, stack_plans
 from libra_jax.spec import PoolSpec
 
@@ -125,3 +127,36 @@ def qwen3_logits(params: dict[str, Any], tokens: np.ndarray, config: Qwen3Config
                 x[token] += factor * swiglu(y[token], *(part[expert] for part in experts))
     table = "embedding" if config.tied_embeddings else "head"
     return norm(x, weight("norm", "scale")) @ weight(table).T
+
+
+LENGTHS = [
+    [64],
+    [1, 20, 3, 9, 1, 5],
+    [40, 24],
+    [],
+]  # a full one, short ones and padding, cut inside a block, only padding
+
+
+def random_params(config: Qwen3Config, spec: PoolSpec, mesh: jax.sharding.Mesh, seed: int = 0) -> tuple[Any, Any]:
+    """(graph, params): every weight drawn anew, norms too, so that no factor is hidden by a one or a small number."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: Qwen3(config, spec, mesh, rngs=nnx.Rngs(0))))
+    rng = np.random.default_rng(seed)
+
+    def draw(path: Any, leaf: Any) -> np.ndarray:
+        if path[-1].key == "scale":
+            return rng.uniform(0.5, 1.5, leaf.shape).astype(np.float32)
+        return (0.3 * rng.standard_normal(leaf.shape)).astype(np.float32)
+
+    return graph, jax.tree.map_with_path(draw, nnx.to_pure_dict(state))
+
+
+def run(graph: Any, params: Any, batch: Packed) -> np.ndarray:
+    """Logits of the first micro-step."""
+    plans = jax.tree.map(lambda x: x[0], batch.plans)
+    call = jax.jit(lambda params, tokens, positions, plans: nnx.merge(graph, params)(tokens, positions, plans))
+    return np.asarray(call(params, batch.tokens[0], batch.positions[0], plans))
+
+
+def batch_of(spec: PoolSpec, seed: int = 1, lengths: Sequence[Sequence[int]] = LENGTHS) -> Packed:
+    tokens = np.random.default_rng(seed).integers(0, TINY.vocab_size, (len(lengths), spec.seq_len))
+    return pack(lengths, tokens, spec)

@@ -2,11 +2,15 @@
 
 A parameter is float32 and lies along one dimension. To use it, ranks gather it in the type they compute in, half the
 bytes; its gradient is summed and scattered back in float32, so no rank ever keeps a whole one.
+
+On a mesh with an axis "tp" a rank has and uses its own heads' part of the attention's matrices, and its own features'
+part of a dense MLP's; the other axes gather only that (see `axes`).
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -14,7 +18,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from libra_jax.attention import MESH_AXES
+from libra_jax.attention import in_context
+from libra_jax.models.axes import TENSOR_AXIS, rank_axes, rank_count, tensor_ranks
+
+_TENSOR_DIMENSIONS: dict[tuple[str, ...], int] = {  # heads, and the features inside a dense MLP
+    ("attention", "q_proj", "kernel"): 1,
+    ("attention", "k_proj", "kernel"): 1,
+    ("attention", "v_proj", "kernel"): 1,
+    ("attention", "o_proj", "kernel"): 0,
+    ("mlp", "gate", "kernel"): 1,
+    ("mlp", "up", "kernel"): 1,
+    ("mlp", "down", "kernel"): 0,
+}
 
 
 def spread_dimension(shape: tuple[int, ...], ranks: int) -> int | None:
@@ -24,62 +39,93 @@ def spread_dimension(shape: tuple[int, ...], ranks: int) -> int | None:
     return max(fits, key=lambda d: shape[d]) if fits else None
 
 
-def spread_spec(shape: tuple[int, ...], ranks: int, first: int = 0) -> PartitionSpec:
-    """How an array lies on the mesh. Dimensions before `first` are not spread: a scan takes one slice at a time."""
-    along = spread_dimension(shape[first:], ranks)
-    return PartitionSpec() if along is None else PartitionSpec(*[None] * (first + along), MESH_AXES)
+def tensor_dimension(path: tuple[Any, ...], mesh: Mesh) -> int | None:
+    """The dimension of a layer's parameter that "tp" spreads, None if there is none. path: jax's, to the array; the
+    layer axis does not count."""
+    if tensor_ranks(mesh) == 1:
+        return None
+    names = [name for key in path if isinstance(name := getattr(key, "key", None), str)]
+    return _TENSOR_DIMENSIONS.get(tuple(names[-3:]))
+
+
+def spread_spec(shape: tuple[int, ...], mesh: Mesh, first: int = 0, tensor: int | None = None) -> PartitionSpec:
+    """How a parameter lies over the ranks of a stage.
+
+    first: dimensions before it are not spread: a scan takes one slice at a time. tensor: `tensor_dimension`, counted
+    from `first`; that one lies over "tp", and over the other axes too where it is the longest they divide.
+    """
+    if tensor is None:
+        along = spread_dimension(shape[first:], rank_count(mesh))
+        return PartitionSpec() if along is None else PartitionSpec(*[None] * (first + along), rank_axes(mesh))
+    others = tuple(axis for axis in rank_axes(mesh) if axis != TENSOR_AXIS)
+    own = list(shape[first:])
+    own[tensor] //= tensor_ranks(mesh)
+    axes: list[tuple[str, ...]] = [(TENSOR_AXIS,) if d == tensor else () for d in range(len(own))]
+    if (along := spread_dimension(tuple(own), math.prod(mesh.shape[axis] for axis in others))) is not None:
+        axes[along] += others
+    return PartitionSpec(*[None] * first, *(names or None for names in axes))
 
 
 def gather(weights: Any, mesh: Mesh, dtype: jnp.dtype) -> Any:
-    """Every array whole on every rank: matrices as they are in `dtype`, vectors (norms) exactly; all still float32.
+    """Every array whole on every rank, or its part for the rank's heads and features: matrices as they are in `dtype`,
+    vectors (norms) exactly; all still float32.
 
-    weights: arrays, or a tree of them, that lie as `spread_spec` says. Their gradients lie so, too, summed in float32.
+    weights: a tree of a layer's parameters by their names, or one that is no layer's, lying as `spread_spec` says.
+    Their gradients lie so, too, summed in float32.
     """
 
-    def one(w: jax.Array) -> jax.Array:
-        exact = w.ndim < 2
-        return _gathered(w, mesh, spread_spec(w.shape, mesh.size), w.dtype if exact else dtype)
+    mesh = in_context(mesh)
 
-    return jax.tree.map(one, weights)
+    def one(path: tuple[Any, ...], w: jax.Array) -> jax.Array:
+        exact, tensor = w.ndim < 2, tensor_dimension(path, mesh)
+        used = PartitionSpec() if tensor is None else PartitionSpec(*[None] * tensor, TENSOR_AXIS)
+        home = spread_spec(w.shape, mesh, tensor=tensor)
+        return _gathered(w, NamedSharding(mesh, home), NamedSharding(mesh, used), w.dtype if exact else dtype)
+
+    return jax.tree.map_with_path(one, weights)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gathered(w: jax.Array, mesh: Mesh, home: PartitionSpec, dtype: Any) -> jax.Array:
+def _gathered(w: jax.Array, home: NamedSharding, used: NamedSharding, dtype: Any) -> jax.Array:
     # Kept on its shard until it is cast: the compiler may not gather float32 and cast afterwards.
-    narrow = lax.with_sharding_constraint(w.astype(dtype), NamedSharding(mesh, home))
-    return lax.with_sharding_constraint(narrow, NamedSharding(mesh, PartitionSpec())).astype(w.dtype)
+    narrow = lax.with_sharding_constraint(w.astype(dtype), home)
+    return lax.with_sharding_constraint(narrow, used).astype(w.dtype)
 
 
-def _gathered_forward(w: jax.Array, mesh: Mesh, home: PartitionSpec, dtype: Any) -> tuple[jax.Array, None]:
-    return _gathered(w, mesh, home, dtype), None
+def _gathered_forward(w: jax.Array, home: NamedSharding, used: NamedSharding, dtype: Any) -> tuple[jax.Array, None]:
+    return _gathered(w, home, used, dtype), None
 
 
-def _gathered_backward(mesh: Mesh, home: PartitionSpec, dtype: Any, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    return (lax.with_sharding_constraint(gradient, NamedSharding(mesh, home)),)
+def _gathered_backward(
+    home: NamedSharding, used: NamedSharding, dtype: Any, _: None, gradient: jax.Array
+) -> tuple[jax.Array]:
+    return (lax.with_sharding_constraint(gradient, home),)
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gather_on_rank(shard: jax.Array, along: int | None, dtype: Any) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def gather_on_rank(shard: jax.Array, along: int | None, axes: tuple[str, ...], dtype: Any) -> jax.Array:
     """What `gather` does, inside `jax.shard_map` over the whole mesh: a rank's shard -> the whole matrix.
 
-    along: `spread_dimension` of the whole; None: the shard is the whole, and shard_map sums its gradient.
+    along: `spread_dimension` of the whole, over `axes`; None: the shard is the whole, and shard_map sums its gradient.
     """
     if along is None:
         return shard.astype(dtype).astype(shard.dtype)
-    return lax.all_gather(shard.astype(dtype), MESH_AXES, axis=along, tiled=True).astype(shard.dtype)
+    return lax.all_gather(shard.astype(dtype), axes, axis=along, tiled=True).astype(shard.dtype)
 
 
-def _on_rank_forward(shard: jax.Array, along: int | None, dtype: Any) -> tuple[jax.Array, None]:
-    return gather_on_rank(shard, along, dtype), None
+def _on_rank_forward(shard: jax.Array, along: int | None, axes: tuple[str, ...], dtype: Any) -> tuple[jax.Array, None]:
+    return gather_on_rank(shard, along, axes, dtype), None
 
 
-def _on_rank_backward(along: int | None, dtype: Any, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+def _on_rank_backward(
+    along: int | None, axes: tuple[str, ...], dtype: Any, _: None, gradient: jax.Array
+) -> tuple[jax.Array]:
     if along is None:
         return (gradient,)
-    return (lax.psum_scatter(gradient, MESH_AXES, scatter_dimension=along, tiled=True),)
+    return (lax.psum_scatter(gradient, axes, scatter_dimension=along, tiled=True),)
 
 
 gather_on_rank.defvjp(_on_rank_forward, _on_rank_backward)

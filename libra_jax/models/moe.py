@@ -29,8 +29,9 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from libra_jax.attention import MESH_AXES, SEQUENCE_SPEC
+from libra_jax.attention import in_context
 from libra_jax.exchange import POOL_AXES, resolve_transport
+from libra_jax.models.axes import rank_axes, rank_count, token_spec
 from libra_jax.models.expert_exchange import Layout, run_items, through_experts
 from libra_jax.models.fsdp import gather_on_rank, spread_dimension, spread_spec
 from libra_jax.models.grouped import Experts
@@ -80,6 +81,7 @@ class Statistics(NamedTuple):
 
     counts: (..., pools, dp, cp, E) int32, tokens that chose each expert. probabilities: the same shape, float32, sums
     of what the router gave each expert. tokens: (..., pools, dp, cp) int32. They add up, over ranks and micro-steps.
+    Ranks of "tp" count as ranks of "cp".
     """
 
     counts: Int[Array, "*layers pools dp cp E"]
@@ -129,11 +131,12 @@ def expert_spec(shape: tuple[int, ...], config: MoEConfig, mesh: Mesh, first: in
 def _gathers(shape: tuple[int, ...], config: MoEConfig, mesh: Mesh) -> tuple[tuple[str, ...], int | None]:
     """The mesh axes over which experts of this shape are gathered, and along which dimension (None: they are whole)."""
     if config.experts == "gathered":
-        along = 0 if shape[0] % mesh.size == 0 else spread_dimension(shape, mesh.size)
-        return MESH_AXES, along
-    pools, own = mesh.shape["pool"], shape[0] // (mesh.shape["dp"] * mesh.shape["cp"])
-    along = spread_dimension(shape[1:], pools)
-    return ("pool",), 0 if own % pools == 0 else None if along is None else along + 1
+        along = 0 if shape[0] % rank_count(mesh) == 0 else spread_dimension(shape, rank_count(mesh))
+        return rank_axes(mesh), along
+    pool, axes = mesh.shape["dp"] * mesh.shape["cp"], tuple(a for a in rank_axes(mesh) if a not in POOL_AXES)
+    copies, own = rank_count(mesh) // pool, shape[0] // pool
+    along = spread_dimension(shape[1:], copies)
+    return axes, 0 if own % copies == 0 else None if along is None else along + 1
 
 
 class MixtureOfExperts(nnx.Module):
@@ -162,7 +165,7 @@ class MixtureOfExperts(nnx.Module):
     def __call__(
         self, x: Float[Array, "sequences seq_len D"], real: Bool[Array, "sequences seq_len"]
     ) -> tuple[Float[Array, "sequences seq_len D"], Statistics]:
-        """x: in the type of the computation. real: False for padding. Both lie as `SEQUENCE_SPEC` says.
+        """x: in the type of the computation. real: False for padding. Both lie as `token_spec` says.
 
         Returns the weighted sum of each token's experts, like x, 0 for padding, and the sums for
         `load_balancing_loss`. Padding may hold anything; it goes to no expert and changes nothing.
@@ -187,7 +190,7 @@ def mixture_of_experts(
     _check(x, real, router, experts, config)
     ranks = check_experts(config, mesh.shape["dp"], mesh.shape["cp"])
     specs = jax.tree.map(lambda weight: expert_spec(weight.shape, config, mesh), experts)
-    tokens = math.prod(x.shape[:2]) // mesh.size
+    tokens = math.prod(x.shape[:2]) // rank_count(mesh)
     gate, up, down = (_gathers(weight.shape, config, mesh) for weight in experts)
     layout = Layout(
         num_experts=config.num_experts,
@@ -197,12 +200,12 @@ def mixture_of_experts(
         run_items=run_items(config.capacity, tokens, config.experts_per_token, ranks),
         transport=_transport(transport, mesh, ranks),
     )
-    router_along = spread_dimension(router.shape, mesh.size)
+    router_along, axes, home = spread_dimension(router.shape, rank_count(mesh)), rank_axes(mesh), token_spec(mesh)
 
     def on_rank(x: jax.Array, real: jax.Array, router: jax.Array, shards: Experts) -> tuple[jax.Array, Statistics]:
         shape, real = x.shape, real.reshape(-1)
         x = jnp.where(real[:, None], x.reshape(real.size, -1), jnp.zeros((), x.dtype))
-        kernel: Any = gather_on_rank(router, router_along, jnp.float32)
+        kernel: Any = gather_on_rank(router, router_along, axes, jnp.float32)
         chosen, factors, probabilities = _route(x, kernel, config.experts_per_token)
         chosen = jnp.where(real[:, None], chosen, config.num_experts)
         out: Any = through_experts(x, chosen, factors, shards, layout)
@@ -215,9 +218,10 @@ def mixture_of_experts(
 
     return jax.shard_map(
         on_rank,
-        mesh=mesh,
-        in_specs=(SEQUENCE_SPEC, SEQUENCE_SPEC, spread_spec(router.shape, mesh.size), specs),
-        out_specs=(SEQUENCE_SPEC, PartitionSpec(*MESH_AXES)),
+        mesh=in_context(mesh),
+        axis_names=set(axes),
+        in_specs=(home, home, spread_spec(router.shape, mesh), specs),
+        out_specs=(home, PartitionSpec("pool", "dp", home[1])),
         check_vma=False,
     )(x, real, router, experts)
 

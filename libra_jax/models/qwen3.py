@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from libra_jax.attention import LSE_NAME, OUT_NAME, SEQUENCE_SPEC
+from libra_jax.attention import LSE_NAME, OUT_NAME, SEQUENCE_SPEC, in_context
 from libra_jax.layers import LibraAttention, RMSNorm
+from libra_jax.models.axes import PIPELINE_AXIS, TENSOR_AXIS, tensor_ranks, token_spec
 from libra_jax.models.fsdp import gather
 from libra_jax.models.moe import MixtureOfExperts, MoEConfig, Statistics, load_balancing_loss
 from libra_jax.models.vocabulary import chunked_cross_entropy_sum, look_up
@@ -143,10 +145,18 @@ class SwiGLU(nnx.Module):
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
 
 
+def _transport(mesh: jax.sharding.Mesh) -> str | None:
+    """None: the operator's own choice. All CPU devices of a mesh meet at a permutation, and stages of a pipeline do not
+    do the same at the same time."""
+    on_cpu = isinstance(mesh, jax.sharding.Mesh) and mesh.devices.flat[0].platform == "cpu"
+    return "all_to_all" if on_cpu and PIPELINE_AXIS in mesh.shape else None
+
+
 class Qwen3Layer(nnx.Module):
     """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x)), where the MLP may be a mixture of experts."""
 
     def __init__(self, config: Qwen3Config, spec: PoolSpec, mesh: jax.sharding.Mesh, *, rngs: nnx.Rngs) -> None:
+        self.mesh = mesh
         self.attention_norm = RMSNorm(config.hidden_size, epsilon=config.norm_epsilon)
         self.attention = LibraAttention(
             config.hidden_size,
@@ -157,6 +167,8 @@ class Qwen3Layer(nnx.Module):
             norm_epsilon=config.norm_epsilon,
             dtype=config.compute_dtype,
             kernel_init=_INIT,
+            heads_axis=TENSOR_AXIS if TENSOR_AXIS in mesh.shape else None,
+            transport=_transport(mesh),
             rngs=rngs,
         )
         self.mlp_norm = RMSNorm(config.hidden_size, epsilon=config.norm_epsilon)
@@ -165,10 +177,20 @@ class Qwen3Layer(nnx.Module):
     def __call__(
         self, x: jax.Array, positions: jax.Array, plans: PlanTables, real: jax.Array
     ) -> tuple[jax.Array, Statistics | None]:
-        """real: False for padding, (sequences, seq_len). The second is for `load_balancing_loss`."""
-        x = x + self.attention(self.attention_norm(x), positions, plans)
+        """x: lies as `token_spec` says. real: False for padding, (sequences, seq_len). The second is for
+        `load_balancing_loss`."""
+        mesh = in_context(self.mesh)
+        home, whole = (NamedSharding(mesh, spec) for spec in (token_spec(mesh), SEQUENCE_SPEC))
+
+        def with_all_tokens(part: Callable[[jax.Array], jax.Array], y: jax.Array) -> jax.Array:
+            """A product that ranks of "tp" share by heads or features: each has its sequence's tokens, and their sums
+            come back to the ranks that keep them."""
+            y = part(jax.lax.with_sharding_constraint(y, whole))
+            return jax.lax.with_sharding_constraint(y, home)
+
+        x = x + with_all_tokens(lambda y: self.attention(y, positions, plans), self.attention_norm(x))
         if isinstance(self.mlp, SwiGLU):
-            return x + self.mlp(self.mlp_norm(x)), None
+            return x + with_all_tokens(self.mlp, self.mlp_norm(x)), None
         more, statistics = self.mlp(self.mlp_norm(x), real)
         return x + more, statistics
 
@@ -176,15 +198,18 @@ class Qwen3Layer(nnx.Module):
 class Qwen3(nnx.Module):
     """The decoder. Every parameter of `layers` has a leading layer axis.
 
-    spec: the pool's shapes; heads and head_dim as in config. mesh: has the axes "pool", "dp" and "cp".
+    spec: the pool's shapes; head_dim as in config, heads too. mesh: has the axes "pool", "dp" and "cp"; with an axis
+    "tp" heads and features are spread over it, and spec has the heads of one of its ranks.
     Raises ValueError if spec and config disagree.
     """
 
     def __init__(self, config: Qwen3Config, spec: PoolSpec, mesh: jax.sharding.Mesh, *, rngs: nnx.Rngs) -> None:
-        for name in ("num_heads", "num_kv_heads", "head_dim"):
-            if getattr(config, name) != getattr(spec, name):
+        ranks = tensor_ranks(mesh)
+        for name, shards in (("num_heads", ranks), ("num_kv_heads", ranks), ("head_dim", 1)):
+            if getattr(config, name) != shards * getattr(spec, name):
+                times = f", times {shards} ranks of axis 'tp'," if shards > 1 else ""
                 raise ValueError(f"{name} of the model ({getattr(config, name)}) and of the pool spec "
-                                 f"({getattr(spec, name)}) must be equal")  # fmt: skip
+                                 f"({getattr(spec, name)}{times}) must be equal")  # fmt: skip
         self.config = config
         self.mesh = mesh
         self.embedding = nnx.Param(_INIT(rngs.params(), (config.vocab_size, config.hidden_size), jnp.float32))
@@ -225,6 +250,42 @@ class Qwen3(nnx.Module):
         targets.
         """
         x, statistics = self.hidden(tokens, positions, plans)
+        return self._sums(x, statistics, targets)
+
+    def stage(
+        self,
+        x: Float[Array, "sequences seq_len hidden"],
+        tokens: Int[Array, "sequences seq_len"],
+        targets: Int[Array, "sequences seq_len"],
+        positions: Int[Array, "sequences seq_len"],
+        plans: PlanTables,
+        first: Bool[Array, ""],
+        last: Bool[Array, ""],
+    ) -> tuple[Float[Array, "sequences seq_len hidden"], Float[Array, ""], dict[str, Array]]:
+        """A stage of a pipeline, where the model holds that stage's layers: x through them, and its part of what
+        `loss_sum` gives, which adds up over the stages. The first takes no x, but looks its tokens up; only the last
+        has a loss of tokens."""
+        dtype = jnp.dtype(self.config.compute_dtype)
+        x = jax.lax.cond(first, lambda: look_up(self.embedding[...], tokens, self.mesh, dtype), lambda: x)
+        x, statistics = self._through_layers(x, positions, plans)
+
+        def of_tokens(x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+            return self._sums(self.norm(x), None, targets)
+
+        def nothing(x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+            return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(of_tokens, x))
+
+        total, parts = jax.lax.cond(last, of_tokens, nothing, x)
+        if self.config.moe is not None and statistics is not None:
+            share = statistics.tokens.shape[0] / self.config.num_layers
+            balance = share * load_balancing_loss(statistics) * jnp.sum(targets >= 0).astype(jnp.float32)
+            total, parts = total + self.config.moe.balance_loss * balance, {**parts, "balance_loss": balance}
+        return x, total, parts
+
+    def _sums(
+        self, x: jax.Array, statistics: Statistics | None, targets: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """See `loss_sum`. x: what the output table multiplies."""
         chunk = self.config.loss_chunk
         sums = chunked_cross_entropy_sum(x, self._output_table, targets, self.mesh, chunk=chunk)
         total, parts = sums.loss, {"loss": sums.loss, "targets": sums.targets}
@@ -240,26 +301,30 @@ class Qwen3(nnx.Module):
     ) -> tuple[Float[Array, "sequences seq_len hidden"], Statistics | None]:
         """What the output table multiplies: the last layer's output, normed, in the type of the computation. With it
         what the routers of all layers did, None in a dense model."""
+        x = look_up(self.embedding[...], tokens, self.mesh, jnp.dtype(self.config.compute_dtype))
+        x, statistics = self._through_layers(x, positions, plans)
+        return self.norm(x), statistics
+
+    def _through_layers(
+        self, x: jax.Array, positions: jax.Array, plans: PlanTables
+    ) -> tuple[jax.Array, Statistics | None]:
         dtype = jnp.dtype(self.config.compute_dtype)
-        home = NamedSharding(self.mesh, SEQUENCE_SPEC)
-        x = look_up(self.embedding[...], tokens, self.mesh, dtype)
+        home = NamedSharding(in_context(self.mesh), token_spec(self.mesh))
         graph, weights = nnx.split(self.layers)
-        real = (plans.first_visible < PADDING).reshape(tokens.shape)
+        real = (plans.first_visible < PADDING).reshape(positions.shape)
 
         def layer(x: jax.Array, weights: nnx.State) -> tuple[jax.Array, Statistics | None]:
             # FSDP: weights are gathered where they are used; left alone, the compiler may move activations instead.
             # Experts see to it themselves.
-            weights = nnx.State(
-                {name: part if name == "mlp" and self.config.moe else gather(part, self.mesh, dtype)
-                 for name, part in weights.items()}
-            )  # fmt: skip
+            experts = ("mlp",) if self.config.moe else ()
+            parts = {name: part for name, part in weights.items() if name not in experts}
+            weights = nnx.State({**weights, **gather(parts, self.mesh, dtype)})
             x, statistics = nnx.merge(graph, weights)(x, positions, plans, real)
             return jax.lax.with_sharding_constraint(x, home), statistics
 
         if self.config.remat != "none":
             layer = jax.checkpoint(layer, policy=_REMAT[self.config.remat])
-        x, statistics = jax.lax.scan(layer, x, weights)
-        return self.norm(x), statistics
+        return jax.lax.scan(layer, x, weights)
 
     @property
     def _output_table(self) -> jax.Array:

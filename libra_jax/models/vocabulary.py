@@ -17,21 +17,25 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from libra_jax.attention import SEQUENCE_SPEC
+from libra_jax.attention import in_context
+from libra_jax.models.axes import rank_axes, rank_count, token_spec
 from libra_jax.models.fsdp import gather_on_rank, spread_dimension, spread_spec, together
 
 
 def look_up(
     table: Float[Array, "V D"], tokens: Int[Array, "N S"], mesh: Mesh, dtype: jnp.dtype
 ) -> Float[Array, "N S D"]:
-    """Rows of the table, in dtype. tokens lie as `SEQUENCE_SPEC` says, and so does what is returned."""
-    along = spread_dimension(table.shape, mesh.size)
+    """Rows of the table, in dtype. tokens lie as `token_spec` says, and so does what is returned."""
+    along, axes, home = spread_dimension(table.shape, rank_count(mesh)), rank_axes(mesh), token_spec(mesh)
 
     def on_rank(shard: jax.Array, tokens: jax.Array) -> jax.Array:
-        return _rows(gather_on_rank(shard, along, dtype), tokens).astype(dtype)
+        return _rows(gather_on_rank(shard, along, axes, dtype), tokens).astype(dtype)
 
-    specs = spread_spec(table.shape, mesh.size), SEQUENCE_SPEC
-    return jax.shard_map(on_rank, mesh=mesh, in_specs=specs, out_specs=SEQUENCE_SPEC, check_vma=False)(table, tokens)
+    specs = spread_spec(table.shape, mesh), home
+    mapped = jax.shard_map(
+        on_rank, mesh=in_context(mesh), in_specs=specs, out_specs=home, axis_names=set(axes), check_vma=False
+    )
+    return mapped(table, tokens)
 
 
 def chunked_cross_entropy_sum(
@@ -39,14 +43,14 @@ def chunked_cross_entropy_sum(
 ) -> TokenSums:
     """`cross_entropy_sum` of the logits x @ table.T, without the logits. Equal to it within rounding.
 
-    x, targets: lie as `SEQUENCE_SPEC` says. table: float32, lies as `spread_spec` says; multiplied in x's dtype.
+    x, targets: lie as `token_spec` says. table: float32, lies as `spread_spec` says; multiplied in x's dtype.
     chunk: tokens of a rank whose logits are held at once, at most.
     """
-    along = spread_dimension(table.shape, mesh.size)
+    along, axes, home = spread_dimension(table.shape, rank_count(mesh)), rank_axes(mesh), token_spec(mesh)
 
     def on_rank(x: jax.Array, shard: jax.Array, targets: jax.Array) -> TokenSums:
         x, shard = together(x, shard)
-        whole, x, targets = gather_on_rank(shard, along, x.dtype), x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+        whole, x, targets = gather_on_rank(shard, along, axes, x.dtype), x.reshape(-1, x.shape[-1]), targets.reshape(-1)
         size = _divisor(targets.size, chunk)
 
         @jax.checkpoint
@@ -58,8 +62,10 @@ def chunked_cross_entropy_sum(
         sums, _ = jax.lax.scan(add, nothing, parts)
         return jax.tree.map(lambda s: s.reshape(1, 1), sums)
 
-    specs = SEQUENCE_SPEC, spread_spec(table.shape, mesh.size), SEQUENCE_SPEC
-    mapped = jax.shard_map(on_rank, mesh=mesh, in_specs=specs, out_specs=SEQUENCE_SPEC, check_vma=False)
+    specs = home, spread_spec(table.shape, mesh), home
+    mapped = jax.shard_map(
+        on_rank, mesh=in_context(mesh), in_specs=specs, out_specs=home, axis_names=set(axes), check_vma=False
+    )
     return jax.tree.map(jnp.sum, mapped(x, table, targets))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 import tempfile
 import time
 import warnings
@@ -16,9 +17,9 @@ from typing import Any
 
 import jax
 
-from libra_jax.attention import MESH_AXES
 from libra_jax.targets import target_mesh
 from libra_jax.train.config import TrainConfig
+from libra_jax.train.mesh import product_of
 from libra_jax.train.step import Blueprint, compile_step, plan_state, step_shapes
 
 Topology = tuple[int, int, int]
@@ -52,9 +53,9 @@ def parse_topology(text: str) -> Topology:
     return slices, hosts, gpus
 
 
-def _way_out(gpus: int, shape: tuple[int, int, int]) -> str:
+def _way_out(gpus: int, axes: dict[str, int]) -> str:
     """The option that makes a mesh fit."""
-    pools, rest = divmod(gpus, shape[1] * shape[2])
+    pools, rest = divmod(gpus, math.prod(axes.values()) // axes["pool"])
     return f"--mesh.pools {pools}" if not rest else "--mesh.pool-size and --mesh.cp"
 
 
@@ -65,15 +66,15 @@ def compile_for(config: TrainConfig, target: str, topology: Topology) -> Compile
     when the packages to compile with are missing.
     """
     mesh_config = config.mesh
-    shape = mesh_config.pools, mesh_config.pool_size, mesh_config.cp
     slices, hosts, gpus = topology
     if slices * hosts * gpus != mesh_config.devices:
         raise ValueError(
-            f"topology {slices}x{hosts}x{gpus} has {slices * hosts * gpus} GPUs, and the config's mesh needs pools * "
-            f"pool_size * cp = {shape[0]} * {shape[1]} * {shape[2]} = {mesh_config.devices}: name a topology of "
-            f"{mesh_config.devices} GPUs, or set {_way_out(slices * hosts * gpus, shape)}"
+            f"topology {slices}x{hosts}x{gpus} has {slices * hosts * gpus} GPUs, and the config's mesh needs "
+            f"{product_of(mesh_config)}: name a topology of "
+            f"{mesh_config.devices} GPUs, or set {_way_out(slices * hosts * gpus, mesh_config.axes)}"
         )
-    mesh = target_mesh(target, shape, MESH_AXES, topology)
+    axes = mesh_config.axes
+    mesh = target_mesh(target, tuple(axes.values()), tuple(axes), topology)
     for module in ("triton", "jax_triton"):
         if importlib.util.find_spec(module) is None:
             raise RuntimeError(

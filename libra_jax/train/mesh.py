@@ -1,7 +1,8 @@
 """The mesh of a run, and how its arrays lie on it.
 
-Mesh axes ("pool", "dp", "cp"): which pool, which sequence in it, which rank of the sequence's CP group. Batches are
-sharded like the sequences, parameters and optimizer state over all ranks, one dimension each, FSDP-style.
+Mesh axes "pool", "dp", "cp", "tp": which pool, which sequence in it, which rank of the sequence's CP group, which part
+of the heads; before them "pp", which stage, where there is a pipeline. Batches are sharded like the sequences,
+parameters and optimizer state over all ranks, FSDP-style.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from libra_jax.attention import MESH_AXES
-from libra_jax.models.fsdp import spread_spec
+from libra_jax.models.axes import PIPELINE_AXIS
+from libra_jax.models.fsdp import spread_spec, tensor_dimension
 from libra_jax.models.moe import expert_spec
 from libra_jax.models.qwen3 import Qwen3Config
 from libra_jax.train.config import MeshConfig
@@ -52,7 +54,7 @@ def make_mesh(
     config: MeshConfig,
     devices: list[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]  # jax exports it as a variable
 ) -> Mesh:
-    """The mesh (pools, pool_size, cp) with axes "pool", "dp", "cp".
+    """The mesh with the axes that the config says.
 
     devices: None takes all there are. Raises ValueError with both numbers if the mesh does not fit them.
     """
@@ -63,11 +65,17 @@ def make_mesh(
         else:
             way_out = "; to run on virtual CPU devices set JAX_PLATFORMS=cpu" if config.cpu_devices else ""
         raise ValueError(
-            f"the mesh needs pools * pool_size * cp = {config.pools} * {config.pool_size} * {config.cp} = "
-            f"{config.devices} devices, and there are {len(found)} ({found[0].platform}){way_out}"
+            f"the mesh needs {product_of(config)} devices, and there are {len(found)} ({found[0].platform}){way_out}"
         )
-    shape = (config.pools, config.pool_size, config.cp)
-    return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=found)
+    axes = config.axes
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes), devices=found)
+
+
+def product_of(config: MeshConfig) -> str:
+    """The devices that a mesh needs, as a product in words: "pools * pool_size * cp = 2 * 2 * 1 = 4"."""
+    names = ["pools", "pool_size", "cp", *(name for name in ("tp", "pp") if getattr(config, name) > 1)]
+    sizes = (str(getattr(config, name)) for name in names)
+    return f"{' * '.join(names)} = {' * '.join(sizes)} = {config.devices}"
 
 
 def regrouped(mesh: Mesh, config: MeshConfig) -> Mesh:
@@ -78,8 +86,8 @@ def regrouped(mesh: Mesh, config: MeshConfig) -> Mesh:
     """
     if config.devices != mesh.size:
         raise ValueError(f"a mesh of {mesh.size} devices cannot be regrouped into one of {config.devices}")
-    devices = mesh.devices.reshape(config.pools, config.pool_size, config.cp)
-    return Mesh(devices, MESH_AXES, axis_types=mesh.axis_types)
+    axes = config.axes
+    return Mesh(mesh.devices.reshape(tuple(axes.values())), tuple(axes), axis_types=mesh.axis_types)
 
 
 def batch_shardings(mesh: Mesh, arrays: dict[str, Any], plans: Any) -> tuple[dict[str, NamedSharding], Any]:
@@ -95,7 +103,8 @@ def local_rows(mesh: Mesh) -> np.ndarray:
     Counted over axes "pool" and "dp"; what `StepBatches` takes as `rows`.
     """
     mine = np.vectorize(lambda device: device.process_index == jax.process_index())(mesh.devices)
-    return np.flatnonzero(mine.any(axis=2).ravel())
+    others = tuple(i for i, axis in enumerate(mesh.axis_names) if axis not in ("pool", "dp"))
+    return np.flatnonzero(mine.any(axis=others).ravel())
 
 
 def place_batch(
@@ -137,16 +146,34 @@ def place_batch(
 
 def state_shardings(mesh: Mesh, state: Any, model: Qwen3Config) -> Any:
     """Shardings of a state's arrays (or their shapes): the longest dimension that all ranks divide, else replicated;
-    experts as `expert_spec` says.
+    experts as `expert_spec` says, and what axis "tp" shares as `tensor_dimension` says. In a pipeline a stage's ranks
+    have its layers; the rest lies over all.
 
     The first dimension of stacked layers is never chosen: a scan takes one slice of it at a time.
     """
+
+    stages = mesh.shape.get(PIPELINE_AXIS, 1)
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         names = [getattr(key, "key", None) for key in path]
         stacked = "layers" in names
         if model.moe is not None and stacked and names[-1] in ("gate", "up", "down"):
-            return NamedSharding(mesh, expert_spec(leaf.shape[1:], model.moe, mesh, first=1))
-        return NamedSharding(mesh, spread_spec(leaf.shape, mesh.size, first=1 if stacked else 0))
+            spec = expert_spec(leaf.shape[1:], model.moe, mesh, first=1)
+        else:
+            tensor = tensor_dimension(path, mesh) if stacked else None
+            spec = spread_spec(leaf.shape, mesh, first=1 if stacked else 0, tensor=tensor)
+        return NamedSharding(mesh, _over_stages(spec, leaf.shape, stacked, mesh) if stages > 1 else spec)
 
     return jax.tree.map_with_path(sharding, state)
+
+
+def _over_stages(spec: PartitionSpec, shape: tuple[int, ...], stacked: bool, mesh: Mesh) -> PartitionSpec:
+    """`spec`, which is over a stage's ranks, over the stages as well: by layer, or along the same dimension if the
+    stages divide what a rank has of it."""
+    if stacked:
+        return PartitionSpec(PIPELINE_AXIS, *spec[1:])
+    parts = [
+        (*axes, PIPELINE_AXIS) if axes and size % mesh.size == 0 else axes
+        for axes, size in zip(spec, shape, strict=False)
+    ]
+    return PartitionSpec(*parts)
