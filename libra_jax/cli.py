@@ -1,7 +1,8 @@
 """The `libra` command: `libra train CONFIG`, `libra preflight CONFIG`, `libra prepare INPUT...`, `libra inspect PATH`.
 
 Each command imports what it needs when it runs: help, `prepare` and `inspect` never wait for JAX. A mistake of the
-user's is answered by one message on stderr and exit status 2, a run that could not go on by status 1, Ctrl-C by 130.
+user's is answered by one message on stderr and exit status 2, a run that could not go on by status 1, Ctrl-C by 130;
+`libra train` has two more, see its help.
 """
 
 from __future__ import annotations
@@ -53,29 +54,107 @@ def train(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         print(_train_help())
         return 0 if args else 2
-    name, overrides = args[0], args[1:]
-    if name.startswith("-"):
-        raise UsageError(f"the config comes first: {program()} train CONFIG {shlex.join(args)}")
+    name, rest = args[0], args[1:]
     command = f"{program()} train"
+    if name.startswith("-"):
+        raise UsageError(f"the config comes first: {command} CONFIG {shlex.join(args)}")
+    given, overrides = _launch_options(rest)
+    if {"-h", "--help"} & set(overrides):
+        print(_launch_help())
     config = override(load_config(name), overrides, prog=f"{command} {name}")
 
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # read when JAX is first imported
     from rich.console import Console
 
-    from libra_jax.train.loop import RunStopped
+    from libra_jax.train.launch import find_launch, several_were_started
+    from libra_jax.train.loop import Preempted, RunStopped
     from libra_jax.train.loop import train as run
-    from libra_jax.train.report import report
+    from libra_jax.train.together import PeerStopped, peer_is_gone
 
-    console = Console(highlight=False)
     try:
-        result = run(config, console)
-    except (ValueError, OSError) as error:
+        if given:
+            launch = find_launch(given.pop("multihost"), os.environ, **given)
+        elif sign := several_were_started(os.environ):
+            raise ValueError(f"{sign} processes were started together; --multihost makes them one run")
+        else:
+            launch = None
+    except ValueError as error:
         return _complain(error, 2)
-    except RunStopped as error:
-        return _complain(error, 1)
+
+    def end(message: object, status: int) -> int:
+        """Says which process complains. The others may be gone or stuck: this one does not wait for them."""
+        if launch is None:
+            return _complain(message, status)
+        _complain(f"{launch.name}: {message}", status)
+        sys.stdout.flush()
+        os._exit(status)
+
+    console = Console(highlight=False, quiet=launch is not None and launch.process_id > 0)
+    try:
+        result = run(config, console, launch)
+    except (ValueError, OSError) as error:
+        return end(error, 2)
+    except (RunStopped, PeerStopped) as error:
+        return end(error, 1)
+    except Preempted as error:
+        if launch is not None and launch.process_id > 0:
+            return PREEMPTED_STATUS
+        return _complain(f"{error} To go on: {command} {shlex.join(args)}", PREEMPTED_STATUS)
     except KeyboardInterrupt:
-        return _complain(f"stopped by the user; to go on from the last checkpoint: {command} {shlex.join(args)}", 130)
-    report(config, result, console, command=f"{command} {shlex.join([name, *_without_steps(overrides)])}")
+        return end(f"stopped by the user; to go on from the last checkpoint: {command} {shlex.join(args)}", 130)
+    except Exception as error:
+        if launch is None:
+            raise
+        if peer_is_gone(error):
+            what = str(error).partition("\n")[0]
+            return end(f"broke off; most likely another process is gone, whose own output says why ({what})", 1)
+        traceback.print_exc()
+        return end(f"{type(error).__name__}: {error}", 3)
+    if result.records:
+        from libra_jax.train.report import report  # draws, which takes long to import
+
+        report(config, result, console, command=f"{command} {shlex.join([name, *_without_steps(rest)])}")
     return 0
+
+
+def _launch_options(args: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """What `libra train` is told of the other processes, as `find_launch` takes it; and what else there is, with the
+    options of --xla gathered behind one of them."""
+    given: dict[str, Any] = {}
+    overrides, xla = [], []
+    words = list(args)
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        if name == "--multihost":
+            plain = not equals and words and not words[0].startswith("-")
+            given["multihost"] = value if equals else words.pop(0) if plain else "auto"
+        elif name in LAUNCH_FLAGS or name == "--xla":
+            if not equals:
+                if not words or words[0].startswith("-"):
+                    raise UsageError(f"{name} needs a value, such as {LAUNCH_FLAGS.get(name, 'NAME=VALUE')}")
+                value = words.pop(0)
+            if name == "--xla":
+                xla.append(value)
+            else:
+                given[name[2:].replace("-", "_")] = _launch_value(name, value)
+        else:
+            overrides.append(word)
+    if given and "multihost" not in given:
+        flag = next(iter(given)).replace("_", "-")
+        raise UsageError(f"--{flag} says who is who among several processes and needs --multihost beside it")
+    if "local_device_ids" in given:
+        given["devices"] = given.pop("local_device_ids")
+    return given, [*overrides, *(["--xla", *xla] if xla else [])]
+
+
+def _launch_value(name: str, value: str) -> Any:
+    if name == "--coordinator":
+        return value
+    numbers = value.split(",") if name == "--local-device-ids" else [value]
+    if not all(number.isdecimal() for number in numbers):
+        raise UsageError(f"{name} {value!r}: must be like {LAUNCH_FLAGS[name]}")
+    return [int(number) for number in numbers] if name == "--local-device-ids" else int(value)
 
 
 def _without_steps(overrides: list[str]) -> list[str]:
@@ -231,6 +310,16 @@ def _weights(run: Callable[[Any], None]) -> int:
     return 0
 
 
+PREEMPTED_STATUS = 75
+"""Of a run that was told to stop, saved itself and can go on."""
+LAUNCH_FLAGS = {
+    "--coordinator": "node001:6006",
+    "--num-processes": "4",
+    "--process-id": "0",
+    "--local-device-ids": "0,1",
+}
+"""Flags of `libra train` that go with --multihost, with an example each."""
+
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "train": ("train a model, or go on with a run that stopped", train),
     "preflight": ("say what a training step will need on a cluster, without one", preflight),
@@ -322,13 +411,30 @@ def _overview() -> str:
 
 def _train_help() -> str:
     lines = [
-        "usage: libra train CONFIG [--FIELD VALUE ...]",
+        "usage: libra train CONFIG [--multihost [HOW]] [--xla NAME=VALUE ...] [--FIELD VALUE ...]",
         "",
         "CONFIG is a name in ./configs, or a path to a Python file with a function config() -> TrainConfig.",
         f"{program()} train CONFIG --help lists every field that can be overridden, its type and its value.",
         "Started again with the same run folder, a run goes on from its last checkpoint.",
+        "",
+        _launch_help(),
+        "Exit status: 0 done, 1 could not go on, 2 could not start, 74 another process hangs, 75 saved and stopped by",
+        "SIGTERM, 130 Ctrl-C.",
     ]
     return "\n".join([*lines, *_list_of_configs()])
+
+
+def _launch_help() -> str:
+    return """Several processes, one per host or one per GPU (examples in configs/launch):
+  --multihost [auto|slurm|openmpi|kubernetes|explicit]
+                               this is one of them; auto, or nothing, takes the launcher whose variables are set
+  --coordinator HOST:PORT      where process 0 listens, if the launcher does not know
+  --num-processes N            how many there are, if the launcher does not know
+  --process-id I               which of them this is, from 0, if the launcher does not know
+  --local-device-ids 0,1       the host's GPUs that this one takes; left out: all for a process that is alone on its
+                               host, else the one with its number there
+  --xla NAME=VALUE             an option of the compiler, over those that Libra sets; may be repeated
+"""
 
 
 def _preflight_help() -> str:

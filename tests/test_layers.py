@@ -56,7 +56,7 @@ LAYERS: dict[str, tuple[list[str], set[str]]] = {
     "models": (HOST + DEVICE, {"numpy", "jax", "jaxtyping", "flax", "libra_kernels", "safetensors"}),
     "train": (
         [*HOST, *TEXT, *DEVICE, "data", "plots", "models"],
-        {"numpy", "jax", "jaxtyping", "flax", "optax", "orbax", "grain", "rich"},
+        {"numpy", "jax", "jaxtyping", "flax", "optax", "orbax", "grain", "rich", "tensorboardX"},
     ),
     "preflight": ([*HOST, *TEXT, *DEVICE, "models", "train"], {"numpy", "jax", "rich"}),
     "cli": (

@@ -21,7 +21,7 @@ import numpy as np
 
 from libra_jax.data.config import DataConfig
 from libra_jax.data.corpora import Corpus, open_corpora
-from libra_jax.data.orphans import end_with_parent
+from libra_jax.data.orphans import end_with_parent_alone
 from libra_jax.data.packing import Pieces
 from libra_jax.data.pool_size import Planner, PoolSizes, plan_step
 from libra_jax.data.sampler import EMPTY, PoolSampler
@@ -275,7 +275,7 @@ class BatchIterator(grain.DatasetIterator):
                 _parse_absl_flags()
                 buffer = max(1, -(-self._prefetch // self._workers))
                 options = grain.MultiprocessingOptions(self._workers, buffer)
-                dataset = dataset.mp_prefetch(options, worker_init_fn=end_with_parent)
+                dataset = dataset.mp_prefetch(options, worker_init_fn=end_with_parent_alone)
             self._source = iter(dataset)
         return self._source
 
@@ -345,7 +345,7 @@ def open_step_batches(
         micro_steps=micro_steps,
         seed=seed,
         weights=config.weights,
-        across=config.across,
+        across=config.across or "pools",
         last_step=config.last_step,
         cost=cost,
     )

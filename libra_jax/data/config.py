@@ -38,11 +38,10 @@ class DataConfig:
     own from there on; left out; or cut short. How many there are, and what they lose, is printed."""
     max_documents: int | None = None
     """Most documents in one sequence; None: no limit."""
-    across: Literal["all", "pools"] = "pools"
-    """Make all slots of a step equal, or only the pools of each micro-step; see `libra_jax.place`. Pools wait for one
-    another within a micro-step only, unless a pipeline lets micro-steps overlap. This trainer has none, so "pools"
-    loses nothing, and it moves less: sequences of like cost share a pool. `place` itself cannot know whether there is a
-    pipeline, and defaults to "all"."""
+    across: Literal["all", "pools"] | None = _free(None)
+    """Make all slots of a step equal, or only the pools of each micro-step; see `libra_jax.place`. None: "all" in a
+    pipeline (mesh.pp above 1), where micro-steps that differ leave stages idle. Without one pools wait for one another
+    within a micro-step only, so "pools" loses nothing, and it moves less: sequences of like cost share a pool."""
     last_step: Literal["pad", "drop"] = "pad"
     """An epoch's last, partial step: fill it with empty sequences, or leave its sequences out of this epoch."""
     prefetch: int = _free(2)
@@ -59,7 +58,7 @@ class DataConfig:
         for name, choices in {
             "packer": ("first_fit", "best_fit", "concat_and_split"),
             "long_documents": ("split", "drop", "truncate"),
-            "across": ("all", "pools"),
+            "across": ("all", "pools", None),
             "last_step": ("pad", "drop"),
         }.items():
             if getattr(self, name) not in choices:

@@ -1,7 +1,8 @@
 """Checkpoints of a run: model, optimizer, step, data position and the config that made them, through Orbax.
 
-A checkpoint appears under its step's number only when it is whole: Orbax writes to a temporary folder and renames it.
-A folder that is not whole all the same (copied halfway, say) is set aside, and the newest whole one is used.
+They are written in the background: a step waits until its state is on the host, and no longer. A checkpoint appears
+under its step's number only when it is whole: Orbax writes to a temporary folder and renames it. A folder that is not
+whole all the same (copied halfway, say) is set aside, and the newest whole one is used.
 Step 0 is what `libra import` writes: weights alone, which bind the shape of the model and nothing else of a run.
 """
 
@@ -9,35 +10,48 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import jax
+import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from libra_jax.train.config import CheckpointConfig, refuse_changes
+from libra_jax.train.together import together
 
 _COMMITTED = "_CHECKPOINT_METADATA"  # Orbax writes this file last
+_LAST_WAIT_SECONDS = 20.0
+
+
+class SaveFailed(Exception):
+    """A checkpoint could not be written. The message says of which step, and why."""
 
 
 class Checkpoints:
     """The checkpoints of one run folder. A context manager: leaving it waits for what is being written.
 
-    set_aside: what folders that looked like checkpoints and were not whole are called now.
+    set_aside: what folders that looked like checkpoints and were not whole are called now; [] but in process 0.
+    In a run of several processes each must make one and call its methods, in the same order.
     """
 
     def __init__(self, folder: Path, config: CheckpointConfig) -> None:
         self.folder = folder.absolute()
-        self.set_aside = _set_aside_unfinished(self.folder)
+        self.set_aside: list[str] = []
+        with together("set unfinished checkpoints aside"):
+            if jax.process_index() == 0:
+                self.set_aside = _set_aside_unfinished(self.folder)
         # orbax annotates what its own policies take more narrowly than the protocols they are for.
         save: Any = ocp.training.save_decision_policies.FixedIntervalPolicy(config.every)
-        keep: Any = ocp.training.preservation_policies.LatestN(config.keep)
+        self._writing: tuple[int, Any] | None = None
         self._checkpointer = ocp.training.Checkpointer(
             str(self.folder),
             save_decision_policy=save,
-            preservation_policy=keep,
+            preservation_policy=_keeping(config),
             cleanup_tmp_directories=True,
         )
 
@@ -47,29 +61,64 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and jax.process_count() > 1:
+            self.let_finish()
+            return
         with _quiet_logs(), contextlib.suppress(*([] if error is None else [Exception])):
             self._checkpointer.close()  # what failed to be saved fails again here, and must not hide `error`
 
     @property
     def latest_step(self) -> int | None:
         """Step of the newest whole checkpoint, None where there is none."""
-        latest = self._checkpointer.latest
-        return None if latest is None else latest.step
+        return max(whole_steps(self.folder), default=None)
 
-    def save(self, step: int, state: Any, data: Any, values: dict[str, Any], *, last: bool = False) -> bool:
-        """Saves if it is time to (or `last`), and waits until it is on disk. True if it saved.
+    def save(
+        self,
+        step: int,
+        state: Any,
+        data: Any,
+        values: dict[str, Any],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        last: bool = False,
+    ) -> bool:
+        """Begins to save if it is time to (or `last`); returns as soon as `state` may be overwritten. True if it does.
 
-        data: the Grain iterator that gave the batches up to `step`. values: as from `config.fixed_values`.
+        data: the Grain iterator that gave the batches up to `step`. values: as from `config.fixed_values`. metrics:
+        {"eval_loss": ...} after an evaluation, which `keep_best` goes by.
+        Raises SaveFailed for this checkpoint, and for an earlier one whose writing has failed since.
         """
-        parts = {"state": state, "data": data, "values": values}
-        with _quiet_logs():
-            return self._checkpointer.save_checkpointables(step, parts, force=last)
+        self._settle(wait=False)
+        if not (last or self._checkpointer.should_save(step)):
+            return False
+        self._settle(wait=True)
+        parts = {"state": detached(state), "position": data.get_state(), "values": values}
+        with _naming(step), _quiet_logs():
+            found: Any = dict(metrics) if metrics else None
+            response = self._checkpointer.save_checkpointables_async(step, parts, force=last, metrics=found)
+        self._writing = None if response is None else (step, response)
+        return response is not None
+
+    def wait(self) -> None:
+        """Returns when all is on disk. Raises SaveFailed if that failed."""
+        self._settle(wait=True)
+
+    def let_finish(self) -> None:
+        """Something went wrong: waits for what is being written, and asks no more whether that worked.
+
+        With several processes not for long, as others may be gone that would have to do their part.
+        """
+        end = time.monotonic() + (_LAST_WAIT_SECONDS if jax.process_count() > 1 else math.inf)
+        while self._writing is not None and self._checkpointer.is_saving_in_progress() and time.monotonic() < end:
+            time.sleep(0.05)
+        self._writing = None
 
     def refuse_changes(self, values: dict[str, Any]) -> None:
         """Raises ValueError naming what differs if the run was made with other `values`; see `config`."""
-        if self.latest_step is not None:
-            saved = self._checkpointer.load_checkpointables(self.latest_step, {"values": None})["values"]
-            if self.latest_step == 0:
+        latest = self.latest_step
+        if latest is not None:
+            saved = self._checkpointer.load_checkpointables(latest, {"values": None})["values"]
+            if latest == 0:
                 values = {part: {n: v for n, v in values[part].items() if n in saved[part]} for part in saved}
             refuse_changes(saved, values, str(self.folder.parent))
 
@@ -78,12 +127,73 @@ class Checkpoints:
 
         shapes: of the state, with types and shardings.
         """
-        return self._checkpointer.load_checkpointables(self.latest_step, {"state": shapes, "data": data})["state"]
+        parts = self._checkpointer.load_checkpointables(self.latest_step, {"state": shapes, "position": None})
+        data.set_state(parts["position"])
+        return parts["state"]
 
     def restore_imported(self, shapes: Any) -> Any:
         """The weights of step 0, there must be one. shapes: of the parameters, with types and shardings."""
         parts = {"state": {"params": shapes}}
         return self._checkpointer.load_checkpointables(0, parts)["state"]["params"]
+
+    def _settle(self, wait: bool) -> None:
+        """Raises what the checkpoint in the making failed with, as soon as that is known, or waits to know it."""
+        if self._writing is None or not (wait or not self._checkpointer.is_saving_in_progress()):
+            return
+        (step, response), self._writing = self._writing, None
+        with _naming(step), _quiet_logs():
+            response.result()
+
+
+def whole_steps(folder: Path) -> list[int]:
+    """Steps of the whole checkpoints in a folder, in ascending order."""
+    if not folder.is_dir():
+        return []
+    found = (path for path in folder.iterdir() if path.name.isdigit() and (path / _COMMITTED).is_file())
+    return sorted(int(path.name) for path in found)
+
+
+def detached(state: Any) -> Any:
+    """A copy of the state on the host's own devices; arrays of other devices as they are.
+
+    The next step overwrites the state where it lies. From a GPU it is copied to the host before a save returns. On a
+    CPU device it lies there already, and what writes it reads the very same memory: without a copy XLA must notice that
+    and give the step another place.
+    """
+
+    def copy(array: Any) -> Any:
+        if not isinstance(array, jax.Array) or next(iter(array.devices())).platform != "cpu":
+            return array
+        shards = [jax.device_put(np.array(shard.data), shard.device) for shard in array.addressable_shards]
+        return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+
+    return jax.tree.map(copy, state)
+
+
+def _keeping(config: CheckpointConfig) -> Any:
+    policies = ocp.training.preservation_policies
+
+    def loss(metrics: Any) -> float:
+        value = float(metrics["eval_loss"])
+        return math.inf if math.isnan(value) else value
+
+    kept: list[Any] = [policies.LatestN(config.keep)]
+    if config.keep_best:
+        best = policies.BestN(
+            get_metric_fn=loss, reverse=True, n=config.keep_best, keep_checkpoints_without_metrics=False
+        )
+        kept.append(best)
+    if config.keep_every is not None:
+        kept.append(policies.EveryNSteps(config.keep_every))
+    return policies.AnyPreservationPolicy(kept)
+
+
+@contextlib.contextmanager
+def _naming(step: int) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise SaveFailed(f"the checkpoint of step {step} could not be written: {error}") from error
 
 
 @contextlib.contextmanager

@@ -9,7 +9,8 @@ may change when a run is resumed; any other must stay as it was, because data, w
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import math
+from typing import Any, Literal
 
 from libra_jax.data import DataConfig, PoolSizes
 from libra_jax.links import Links
@@ -38,7 +39,7 @@ def _whole(name: str, value: object) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """How the devices are laid out. pools * pool_size * cp of them are needed. A run may go on with another layout, as
+    """How the devices are laid out: pools * pool_size * cp * tp * pp of them. A run may go on with another layout, as
     long as its optimizer steps hold as many sequences: it trains on the same ones."""
 
     pools: int = free(1)
@@ -46,7 +47,15 @@ class MeshConfig:
     pool_size: int = free(1)
     """Packed sequences in a pool (mesh axis "dp")."""
     cp: int = free(1)
-    """Ranks that hold one sequence (mesh axis "cp")."""
+    """Ranks that hold one sequence, each its share of the tokens (mesh axis "cp")."""
+    tp: int = free(1)
+    """Ranks that share the heads and the features of a dense MLP among them (mesh axis "tp"); neighbours, best inside a
+    node. Pools and plans are then of one such rank's heads: `attention.ranks_per_node` counts a node's GPUs over tp."""
+    pp: int = free(1)
+    """Stages of a pipeline (mesh axis "pp"), each with its share of the layers; micro-steps pass through them."""
+    schedule: Literal["1f1b", "gpipe"] = free("1f1b")
+    """How micro-steps pass through a pipeline: back as soon as they can be, or after all have gone forward, which keeps
+    more. See `train.pipeline`."""
     pool_sizes: tuple[int, ...] = free(())
     """Further pool sizes, beside pool_size: the same devices in fewer, larger pools, or in more, smaller ones. Each is
     compiled ahead, and each step takes the one with the least modelled time."""
@@ -61,7 +70,9 @@ class MeshConfig:
         if not isinstance(self.pool_sizes, tuple):
             raise TypeError(f"mesh.pool_sizes ({self.pool_sizes!r}) must be a tuple of whole numbers")
         check_prices(None, self.links)
-        for name in ("pools", "pool_size", "cp"):
+        if self.schedule not in ("1f1b", "gpipe"):
+            raise ValueError(f"mesh.schedule ({self.schedule!r}) must be '1f1b' or 'gpipe'")
+        for name in ("pools", "pool_size", "cp", "tp", "pp"):
             _whole(f"mesh.{name}", getattr(self, name))
         if not (isinstance(self.least_saving, int | float) and 0 <= self.least_saving < 1):
             raise ValueError(f"mesh.least_saving ({self.least_saving!r}) must be at least 0 and below 1")
@@ -86,8 +97,14 @@ class MeshConfig:
         return self.pools * self.pool_size
 
     @property
+    def axes(self) -> dict[str, int]:
+        """{mesh axis: its length}, in order; "pp" where there is a pipeline."""
+        stages = {"pp": self.pp} if self.pp > 1 else {}
+        return {**stages, "pool": self.pools, "dp": self.pool_size, "cp": self.cp, "tp": self.tp}
+
+    @property
     def devices(self) -> int:
-        return self.sequences * self.cp
+        return math.prod(self.axes.values())
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -117,14 +134,21 @@ class AttentionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, gradients clipped by their global norm, warm-up from zero and a cosine down to a share of the peak."""
+    """AdamW, gradients clipped by their global norm, warm-up from zero and a fall to a share of the peak. Weights and
+    moments are float32."""
 
     learning_rate: float = free(3e-4)
     """Peak of the schedule."""
     warmup_steps: int = free(100)
     """Steps from zero to the peak."""
+    schedule: Literal["cosine", "wsd"] = free("cosine")
+    """After the warm-up: half a cosine down to the end, or stable at the peak and a decay at the end (WSD)."""
     decay_steps: int | None = free(None)
-    """Step at which the cosine ends; None: the last step of the run."""
+    """Step at which the schedule ends; None: the last step of the run."""
+    decay_share: float = free(0.1)
+    """Share of decay_steps, at their end, in which "wsd" decays."""
+    decay_shape: Literal["1-sqrt", "linear"] = free("1-sqrt")
+    """How "wsd" decays: by the square root of the share done, or in a line."""
     final_share: float = free(0.1)
     """Learning rate after decay_steps, as a share of the peak."""
     b1: float = free(0.9)
@@ -134,9 +158,12 @@ class OptimizerConfig:
     eps: float = free(1e-8)
     """Added to the root of the mean square."""
     weight_decay: float = free(0.1)
-    """Pull of weights towards zero, times the learning rate; norms and embeddings are left out."""
+    """Pull of weights towards zero, times the learning rate; norms, embeddings and output matrix are left out."""
     clip_norm: float = free(1.0)
     """Gradients longer than this are shortened to it."""
+    stop_after_skipped: int = free(3)
+    """A step with a loss or gradient that is not finite updates nothing. The run stops with a message at so many of
+    them in a row; 1: at the first."""
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "eps", "clip_norm"):
@@ -144,9 +171,13 @@ class OptimizerConfig:
                 raise ValueError(f"optimizer.{name} ({getattr(self, name)}) must be above 0")
         _at_least("optimizer.warmup_steps", self.warmup_steps, 0)
         _at_least("optimizer.weight_decay", self.weight_decay, 0)
-        for name in ("b1", "b2", "final_share"):
+        for name in ("b1", "b2", "final_share", "decay_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"optimizer.{name} ({getattr(self, name)}) must be between 0 and 1")
+        for name, choices in {"schedule": ("cosine", "wsd"), "decay_shape": ("1-sqrt", "linear")}.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"optimizer.{name} ({getattr(self, name)!r}) must be one of {choices}")
+        _whole("optimizer.stop_after_skipped", self.stop_after_skipped)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,10 +188,72 @@ class CheckpointConfig:
     """Steps between checkpoints."""
     keep: int = free(2)
     """Newest checkpoints to keep; older ones are deleted."""
+    keep_best: int = free(0)
+    """Beside them, this many with the lowest loss on held-out documents, of those saved right after an evaluation."""
+    keep_every: int | None = free(None)
+    """Beside them, for ever: those of steps that this number divides. None: none."""
 
     def __post_init__(self) -> None:
         _at_least("checkpoint.every", self.every, 1)
         _at_least("checkpoint.keep", self.keep, 1)
+        _at_least("checkpoint.keep_best", self.keep_best, 0)
+        if self.keep_every is not None:
+            _whole("checkpoint.keep_every", self.keep_every)
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchConfig:
+    """How long the processes of a run wait for one another. A run of one process waits for nobody."""
+
+    start_timeout_seconds: float = free(3600.0)
+    """A process ends, with a message, where none of its first step's phases (reading, packing, compiling, restoring)
+    has come to an end for this long."""
+    step_timeout_seconds: float = free(1800.0)
+    """The same after the first step: the longest that a batch, a step, an evaluation or a checkpoint may take."""
+    heartbeat_timeout_seconds: int = free(100)
+    """A process that has given no sign of life for this long counts as dead, and the others end."""
+    join_timeout_seconds: int = free(300)
+    """How long processes wait at the start until all of them are there."""
+
+    def __post_init__(self) -> None:
+        for name in ("start_timeout_seconds", "step_timeout_seconds"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"launch.{name} ({getattr(self, name)}) must be above 0")
+        for name in ("heartbeat_timeout_seconds", "join_timeout_seconds"):
+            _whole(f"launch.{name}", getattr(self, name))
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationConfig:
+    """The loss on documents that are never trained on (data.held_out)."""
+
+    every: int = free(0)
+    """Steps between evaluations; the last step has one, too. 0: never."""
+    micro_steps: int = free(8)
+    """Micro-steps of held-out sequences, the same every time, or as many as there are."""
+
+    def __post_init__(self) -> None:
+        _at_least("evaluation.every", self.every, 0)
+        _whole("evaluation.micro_steps", self.micro_steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricsConfig:
+    """What a run writes down of itself, beside metrics.jsonl; docs/metrics.md says what every number means."""
+
+    tensorboard: bool = free(True)
+    """Write event files to run_dir/tensorboard."""
+    peak_flops: float | None = free(None)
+    """FLOP/s that a device has at most, which MFU is a share of; None: what is known of it, or no MFU."""
+    profile_steps: tuple[int, int] | None = free(None)
+    """First and last step to trace with JAX's profiler, into run_dir/profile; None: none. On CPU every small operation
+    is an event, of which a step of a second or more has more than memory holds."""
+
+    def __post_init__(self) -> None:
+        if self.peak_flops is not None and not self.peak_flops > 0:
+            raise ValueError(f"metrics.peak_flops ({self.peak_flops}) must be above 0, or None")
+        if self.profile_steps is not None and not 1 <= self.profile_steps[0] <= self.profile_steps[1]:
+            raise ValueError(f"metrics.profile_steps {self.profile_steps} must be two steps, from 1, in their order")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +266,9 @@ class TrainConfig:
     attention: AttentionConfig = AttentionConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    launch: LaunchConfig = LaunchConfig()
     seq_len: int = 4096
     """Tokens in a packed sequence, padding included."""
     micro_steps: int = free(1)
@@ -183,10 +279,23 @@ class TrainConfig:
     """Of the first weights and of the order of the data."""
     run_dir: str = free("runs/default")
     """Folder for checkpoints, metrics and pictures; started again with the same folder, a run goes on."""
+    xla: tuple[str, ...] = free(())
+    """Options of the compiler, each NAME=VALUE, over those that Libra sets itself."""
 
     def __post_init__(self) -> None:
+        self._check_tp()
+        if self.model.num_layers % self.mesh.pp:
+            raise ValueError(
+                f"model.num_layers ({self.model.num_layers}) must be a multiple of mesh.pp ({self.mesh.pp}), whose "
+                "stages have as many layers each"
+            )
         _at_least("micro_steps", self.micro_steps, 1)
         _at_least("steps", self.steps, 1)
+        if self.evaluation.every and not self.data.held_out:
+            raise ValueError(
+                f"evaluation.every ({self.evaluation.every}) needs documents to evaluate on, and data.held_out is "
+                f"{self.data.held_out}: set it above 0 (a run that has begun cannot, it trains on them already)"
+            )
         for size in self.mesh.sizes:
             self.spec_of(size)  # refuses shapes that do not fit together
         if self.model.moe is not None:
@@ -197,9 +306,23 @@ class TrainConfig:
                     "ranks of a pool of one size; use experts='gathered', or one pool size"
                 )
 
+    def _check_tp(self) -> None:
+        tp, model = self.mesh.tp, self.model
+        shared = [("model.num_heads", model.num_heads), ("model.num_kv_heads", model.num_kv_heads)]
+        if model.moe is None:
+            shared.append(("model.intermediate_size", model.intermediate_size))
+        for name, size in shared:
+            if size % tp:
+                raise ValueError(f"{name} ({size}) must be a multiple of mesh.tp ({tp}), whose ranks share them")
+        if self.seq_len % (self.mesh.cp * tp):
+            raise ValueError(
+                f"seq_len ({self.seq_len}) must be a multiple of mesh.cp * mesh.tp ({self.mesh.cp} * {tp} = "
+                f"{self.mesh.cp * tp}): outside of attention these ranks share a sequence's tokens"
+            )
+
     @property
     def spec(self) -> PoolSpec:
-        """The pool's shapes, as model, mesh and attention state them."""
+        """The pool's shapes, as model, mesh and attention state them; heads are those of one rank of axis "tp"."""
         return self.spec_of(self.mesh.pool_size)
 
     def spec_of(self, pool_size: int) -> PoolSpec:
@@ -208,8 +331,8 @@ class TrainConfig:
             seq_len=self.seq_len,
             pool_size=pool_size,
             cp=self.mesh.cp,
-            num_heads=self.model.num_heads,
-            num_kv_heads=self.model.num_kv_heads,
+            num_heads=self.model.num_heads // self.mesh.tp,
+            num_kv_heads=self.model.num_kv_heads // self.mesh.tp,
             head_dim=self.model.head_dim,
             block=self.attention.block,
             waves=self.attention.waves,
@@ -232,6 +355,12 @@ class TrainConfig:
             raise ValueError(f"pool size {size!r} must be one of the config's, {self.mesh.sizes}")
         mesh = dataclasses.replace(self.mesh, pools=self.mesh.sequences // size, pool_size=size, pool_sizes=())
         return dataclasses.replace(self, mesh=mesh)
+
+    @property
+    def step_data(self) -> DataConfig:
+        """`data`, with sequences placed as the mesh needs them where it does not say how."""
+        across = self.data.across or ("all" if self.mesh.pp > 1 else "pools")
+        return dataclasses.replace(self.data, across=across)
 
     @property
     def cost(self) -> CostModel:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
-import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,34 +19,29 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from libra_jax.data import BatchIterator, StepBatches, open_batches
 from libra_jax.data.batches import check_step
 from libra_jax.train import metrics
 from libra_jax.train.checkpoint import Checkpoints
 from libra_jax.train.config import TrainConfig, fixed_values
+from libra_jax.train.folder import RunFolder, hold_together
+from libra_jax.train.launch import Launch, join, share_of
 from libra_jax.train.mesh import local_rows, make_mesh, place_batch, start_devices
+from libra_jax.train.recorder import Recorder
 from libra_jax.train.step import ARRAYS, Blueprint, Program, compile_program, plan_state, state_from
+from libra_jax.train.terminal import describe, progress_bar, say
+from libra_jax.train.together import peer_is_gone, same_everywhere, together
+from libra_jax.train.watch import Signals, Watchdog
+from libra_jax.train.xla import check_options
 
 
 class RunStopped(Exception):
     """The run cannot go on. The message says why, and what is left to go on from."""
 
 
-@dataclasses.dataclass(frozen=True)
-class RunFolder:
-    """Where a run keeps everything. One process at a time may hold it."""
-
-    path: Path
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
+class Preempted(Exception):
+    """The run was told to stop (SIGTERM) before its last step, and can go on. The message says from where."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,44 +58,79 @@ class Result:
     libra_work: np.ndarray
 
 
-def train(config: TrainConfig, console: Console) -> Result:
+def train(config: TrainConfig, console: Console, launch: Launch | None = None) -> Result:
     """Trains until `config.steps` steps are done, or finds that they are.
 
+    launch: this process among several, all of which call this; None: it is the only one. The first writes the run
+    folder; the others' results hold no records, and `console` should be quiet in them.
+
     Raises ValueError or OSError, before the first step, for what does not fit together: mesh and devices, run folder
-    and config, data. Raises RunStopped when a loss is not finite or the disk takes no more.
+    and config, data; PeerStopped where another process does. Raises RunStopped when losses or gradients are not finite
+    again and again, the disk takes no more or another process is gone; Preempted after SIGTERM.
     """
-    start_devices(config.mesh)
+    start_devices(config.mesh if launch is None else share_of(config.mesh, launch))
+    if launch is not None:
+        join(launch, config.launch)
     mesh = make_mesh(config.mesh)
-    with hold_folder(Path(config.run_dir)) as folder:
-        batches = open_batches(
-            config.data,
-            config.spec,
-            config.mesh.pools,
-            config.micro_steps,
-            config.seed,
-            sizes=config.pool_sizes,
-            cost=config.cost,
-            rows=local_rows(mesh),
-            vocab_size=config.model.vocab_size,
-            index_folder=folder.path / "packing",
-        )
+    check_options(config.xla)
+    name = "" if launch is None else f"process {jax.process_index()} of {jax.process_count()}"
+    patience = config.launch.start_timeout_seconds if jax.process_count() > 1 else None
+    with Watchdog(name, patience) as watchdog, hold_together(Path(config.run_dir)) as folder:
+        watchdog.doing("the data to be opened")
+        batches = _open_batches(config, mesh, folder)
         values = {"config": fixed_values(config), "data": batches.identity}
         with contextlib.closing(batches), Checkpoints(folder.checkpoints, config.checkpoint) as checkpoints:
             for name in checkpoints.set_aside:
-                _say(console, f"a checkpoint in {folder.checkpoints} was not whole and is called {name} now")
+                say(console, f"a checkpoint in {folder.checkpoints} was not whole and is called {name} now")
+            done = checkpoints.latest_step
+            same_everywhere(
+                -1 if done is None else done,
+                f"the newest checkpoint in {folder.checkpoints} (-1: none)",
+                "the run folder has to lie on a disk that all hosts share",
+            )
             checkpoints.refuse_changes(values)
             describe(config, mesh, batches.batches, console)
-            done = checkpoints.latest_step or 0
+            done = done or 0
             if done < config.steps:
-                _train_steps(config, mesh, folder, batches, checkpoints, values, console)
+                _train_steps(config, mesh, folder, batches, checkpoints, values, console, watchdog)
             else:
-                _say(console, f"this run has done its {done} steps already; --steps {2 * done} goes on with it")
-            records = metrics.read_metrics(folder.metrics)
-            if not records:
-                raise ValueError(f"{folder.metrics} is missing or empty, so this run cannot be summed up")
-            last = batches.batches[records[-1].step - 1]
-            plain = metrics.baselines(last["lengths"], config.spec_of(last["pool_size"]), last["pools"])["home"]
-            return Result(folder, records, plain, metrics.planned_work(last["stats"], last["pools"]))
+                say(console, f"this run has done its {done} steps already; --steps {2 * done} goes on with it")
+            return _sum_up(config, folder, batches.batches)
+
+
+def _open_batches(config: TrainConfig, mesh: Mesh, folder: RunFolder) -> BatchIterator:
+    """The run's batches. The first process counts what has to be counted and keeps it in the folder for the others."""
+    opened: list[BatchIterator] = []
+    for turn in [True] if jax.process_count() == 1 else [True, False]:
+        with together("open its data"):
+            if (jax.process_index() == 0) == turn:
+                batches = open_batches(
+                    config.step_data,
+                    config.spec,
+                    config.mesh.pools,
+                    config.micro_steps,
+                    config.seed,
+                    sizes=config.pool_sizes,
+                    cost=config.cost,
+                    rows=local_rows(mesh),
+                    vocab_size=config.model.vocab_size,
+                    index_folder=folder.path / "packing",
+                )
+                opened.append(batches)
+    return opened[0]
+
+
+def _sum_up(config: TrainConfig, folder: RunFolder, batches: StepBatches) -> Result:
+    if jax.process_index() > 0:
+        nothing = np.zeros((0, 0, 0), np.int64)
+        return Result(folder, [], nothing, nothing)
+    records = metrics.read_metrics(folder.metrics)
+    if not records:
+        raise ValueError(f"{folder.metrics} is missing or empty, so this run cannot be summed up")
+    whole = StepBatches(batches.corpora, batches.sampler, batches.planner, batches.sizes, None, batches.vocab_size)
+    last = whole[records[-1].step - 1]
+    plain = metrics.baselines(last["lengths"], config.spec_of(last["pool_size"]), last["pools"])["home"]
+    return Result(folder, records, plain, metrics.planned_work(last["stats"], last["pools"]))
 
 
 def _train_steps(
@@ -113,57 +141,97 @@ def _train_steps(
     checkpoints: Checkpoints,
     values: dict[str, Any],
     console: Console,
+    watchdog: Watchdog,
 ) -> None:
-    blueprint = plan_state(config, mesh)
-    done = checkpoints.latest_step or 0
-    if done:
-        state = checkpoints.restore(blueprint.shapes, batches)
-        _say(console, f"going on from step {done} of {config.steps}, saved in {folder.checkpoints}")
-    elif checkpoints.latest_step == 0:
-        state = state_from(config, blueprint.shapes, checkpoints.restore_imported(blueprint.shapes["params"]))
-        _say(console, f"starting with the weights imported into {folder.checkpoints}")
-    else:
-        state = blueprint.init()
-    batches.start_prefetch()  # reads and plans while the program compiles
-    curve = metrics.MetricsFile(folder.metrics, done)
-    (folder.path / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
-
-    several = len(config.mesh.sizes) > 1
-    with contextlib.closing(curve), _progress(console) as progress:
+    owed = False  # a checkpoint that was due at a skipped step
+    with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(Signals())
+        blueprint = plan_state(config, mesh)
+        watchdog.doing("the state to be made or restored")
+        done, state = _first_state(config, folder, blueprint, batches, checkpoints, console)
+        batches.start_prefetch()  # reads and plans while the program compiles
+        if jax.process_index() == 0:
+            (folder.path / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+        progress = stack.enter_context(progress_bar(console))
         bar = progress.add_task("compiling", total=config.steps, completed=done)
+        watchdog.doing("the program to be compiled")
         programs = _compile(config, mesh, blueprint, console)
-        metrics.print_header(console, several)
+        recorder = Recorder(config, mesh, blueprint, folder.path, batches.batches, console, done)
+        stack.enter_context(recorder)
         progress.update(bar, description="training")
+        if signals.check():
+            raise Preempted(f"stopped by SIGTERM before step {done + 1}. {_left(checkpoints)}")
         for step in range(done + 1, config.steps + 1):
+            recorder.before(step)
+            watchdog.doing(f"the batch of step {step}")
             begin = time.perf_counter()
             batch = _next_batch(batches, step, checkpoints)
             arrays, plans = {name: batch[name] for name in ARRAYS}, batch["plans"]
             check_step(batch)
             program = programs[batch["pool_size"]]
-            placed = place_batch(program.mesh, arrays, plans, batch["rows"], batch["pool_numbers"])
-            state, numbers = program.run(state, *placed)
-            numbers = {name: value.item() for name, value in jax.device_get(numbers).items()}
-            record = _record(config, step, batch, numbers, time.perf_counter() - begin)
-            _refuse_non_finite(record, batch, checkpoints)
+            watchdog.doing(f"step {step}")
+            with _peers(step, checkpoints):
+                placed = place_batch(program.mesh, arrays, plans, batch["rows"], batch["pool_numbers"])
+                state, numbers = program.run(state, *placed)
+                numbers = jax.device_get(numbers)
+                micro_steps, in_a_row = numbers.pop("micro_steps"), int(numbers["skipped"]["in_a_row"])
+                record = recorder.measure(step, batch, numbers, time.perf_counter() - begin)
+                if stop := recorder.skipped(record, in_a_row, batch, micro_steps):
+                    raise RunStopped(f"{stop} {_left(checkpoints)}")
+                watchdog.doing(f"the evaluation after step {step}", config.launch.step_timeout_seconds)
+                evaluation, last = recorder.evaluate(state["params"], step), step == config.steps
+                stopping = signals.stop_after(step) and not last
+            watchdog.doing(f"the records and the checkpoint of step {step}")
             with _disk(folder, step, checkpoints):
-                curve.append(record)
-                checkpoints.save(step, state, batches, values, last=step == config.steps)
-            metrics.print_step(console, record, config.steps, several)
+                recorder.write(record, evaluation)
+                if last or stopping or not record.skipped:  # what gives no loss is not to push out the last that did
+                    found = None if evaluation is None else {"eval_loss": evaluation.eval_loss}
+                    force = last or stopping or owed
+                    checkpoints.save(step, state, batches, values, metrics=found, last=force)
+            owed = bool(record.skipped) and (owed or step % config.checkpoint.every == 0)
+            recorder.show(record, evaluation)
             progress.update(bar, completed=step)
+            if stopping or last:
+                watchdog.doing(f"the last checkpoint, of step {step}, to be on disk")
+                with _disk(folder, step, checkpoints):
+                    checkpoints.wait()
+            if stopping:
+                raise Preempted(f"stopped by SIGTERM after step {step} of {config.steps}, which is saved.")
+
+
+def _first_state(
+    config: TrainConfig,
+    folder: RunFolder,
+    blueprint: Blueprint,
+    batches: BatchIterator,
+    checkpoints: Checkpoints,
+    console: Console,
+) -> tuple[int, Any]:
+    """Steps done, and the state after them."""
+    done = checkpoints.latest_step
+    if done:
+        state = checkpoints.restore(blueprint.shapes, batches)
+        say(console, f"going on from step {done} of {config.steps}, saved in {folder.checkpoints}")
+    elif done == 0:
+        state = state_from(config, blueprint.shapes, checkpoints.restore_imported(blueprint.shapes["params"]))
+        say(console, f"starting with the weights imported into {folder.checkpoints}")
+    else:
+        state = blueprint.init()
+    return done or 0, state
 
 
 def _compile(config: TrainConfig, mesh: Mesh, blueprint: Blueprint, console: Console) -> dict[int, Program]:
     """The run's programs by pool size. There will be no others: they refuse what they were not compiled for."""
     sizes, begin = config.mesh.sizes, time.perf_counter()
     for_each = f", for each of {len(sizes)} pool sizes" if len(sizes) > 1 else ""
-    _say(console, f"compiling (about half a minute for a small model{for_each})")
+    say(console, f"compiling (about half a minute for a small model{for_each})")
     programs = {}
     for size in sizes:
         started = time.perf_counter()
         programs[size] = compile_program(config, mesh, blueprint, size)
         if len(sizes) > 1:
-            _say(console, f"pool size {size}: {time.perf_counter() - started:.1f} s")
-    _say(console, f"compiled in {time.perf_counter() - begin:.1f} s, once for the whole run")
+            say(console, f"pool size {size}: {time.perf_counter() - started:.1f} s")
+    say(console, f"compiled in {time.perf_counter() - begin:.1f} s, once for the whole run")
     return programs
 
 
@@ -174,36 +242,8 @@ def _next_batch(batches: BatchIterator, step: int, checkpoints: Checkpoints) -> 
         raise RunStopped(f"the batch of step {step} could not be made: {error}. {_left(checkpoints)}") from error
 
 
-def _record(config: TrainConfig, step: int, batch: Any, numbers: dict[str, Any], seconds: float) -> metrics.StepRecord:
-    arrived = metrics.baselines(batch["lengths"], config.spec, config.mesh.pools)
-    work = metrics.planned_work(batch["stats"], len(batch["pool_numbers"]))
-    tokens = sum(map(sum, batch["lengths"]))
-    return metrics.StepRecord(
-        step=step,
-        tokens=tokens,
-        seconds=seconds,
-        tokens_per_second=tokens / seconds,
-        imbalance_home=metrics.imbalance(arrived["home"]),
-        imbalance_ulysses=metrics.imbalance(arrived["ulysses"]),
-        imbalance_libra=metrics.imbalance(work),
-        fallbacks=sum(plan.fallback is not None for plan in batch["stats"]),
-        pool_size=batch["pool_size"],
-        planning_seconds=batch["planning_seconds"],
-        waited_seconds=batch["waited_seconds"],
-        **numbers,
-    )
-
-
-def _refuse_non_finite(record: metrics.StepRecord, batch: Any, checkpoints: Checkpoints) -> None:
-    if math.isfinite(record.loss) and math.isfinite(record.grad_norm):
-        return
-    raise RunStopped(
-        f"step {record.step}: loss {record.loss}, gradient norm {record.grad_norm}. The run stops here and keeps "
-        f"nothing of this step. Its sequences: {batch['sequence_ids'].reshape(-1).tolist()}. {_left(checkpoints)}"
-    )
-
-
 def _left(checkpoints: Checkpoints) -> str:
+    checkpoints.let_finish()
     step = checkpoints.latest_step
     return "There is no checkpoint yet." if step is None else f"The newest whole checkpoint is that of step {step}."
 
@@ -212,60 +252,24 @@ def _left(checkpoints: Checkpoints) -> str:
 def _disk(folder: RunFolder, step: int, checkpoints: Checkpoints) -> Iterator[None]:
     """Turns what a full or vanished disk raises, whoever notices it, into RunStopped."""
     try:
-        yield
+        with _peers(step, checkpoints):
+            yield
+    except RunStopped:
+        raise
     except Exception as error:
         raise RunStopped(f"step {step} could not be saved in {folder.path}: {error}. {_left(checkpoints)}") from error
 
 
 @contextlib.contextmanager
-def hold_folder(path: Path) -> Iterator[RunFolder]:
-    """Makes the run folder and holds it. OSError if it cannot be written, ValueError if another process holds it."""
+def _peers(step: int, checkpoints: Checkpoints) -> Iterator[None]:
+    """Turns what an exchange with a process that is gone raises into RunStopped."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = (path / "lock").open("w")
-    except OSError as error:
-        raise OSError(f"the run folder {path} cannot be written: {error.strerror}; set --run-dir") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another process is training in {path}; wait for it, or set --run-dir") from None
-        yield RunFolder(path)
-
-
-def describe(config: TrainConfig, mesh: Mesh, data: StepBatches, console: Console) -> None:
-    """Prints what is about to be trained, on what."""
-    for corpus in data.corpora:
-        for line in corpus.describe():
-            _say(console, line)
-    sampler = data.sampler
-    if sampler.weights is not None:
-        total, epochs = sum(sampler.weights), sampler.epochs(config.steps)
-        for corpus, weight, times in zip(data.corpora, sampler.weights, epochs, strict=True):
-            _say(console, f"{weight / total:.1%} of the tokens from {corpus.name}, seen {times:.2g} times in this run")
-    else:
-        _say(console, f"{sampler.steps_per_epoch:,} steps an epoch")
-    shape, spec, platform = config.mesh, config.spec, mesh.devices.flat[0].platform
-    _say(
-        console,
-        f"Qwen3 with {config.model.num_parameters:,} parameters on {mesh.size} {platform} devices: "
-        f"{shape.pools} pools x {shape.pool_size} sequences x {shape.cp} ranks",
-    )
-    if shape.pool_sizes:
-        others = ", ".join(f"{shape.sequences // size} pools x {size} sequences" for size in shape.pool_sizes)
-        _say(console, f"or {others}: each step takes the pool size with the least modelled time")
-    _say(
-        console,
-        f"{config.step_tokens:,} tokens a step: {config.micro_steps} micro-steps x {shape.sequences} sequences x "
-        f"{spec.seq_len} tokens",
-    )
-
-
-def _say(console: Console, line: str) -> None:
-    """Prints one line, however long, as it stands."""
-    console.print(line, soft_wrap=True, highlight=False, markup=False)
-
-
-def _progress(console: Console) -> Progress:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    return Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal, transient=True)
+        yield
+    except Exception as error:
+        if jax.process_count() == 1 or isinstance(error, RunStopped) or not peer_is_gone(error):
+            raise
+        what = str(error).partition("\n")[0]
+        raise RunStopped(
+            f"step {step} broke off; most likely another process is gone, whose own output says why ({what}). "
+            f"{_left(checkpoints)}"
+        ) from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -25,19 +26,10 @@ from libra_jax.spec import PoolSpec
 
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step.
+    """One optimizer step. What each number says, and in what unit, stands in docs/metrics.md.
 
-    loss: mean over the targets of the step, before its update. grad_norm: before clipping. tokens: without padding.
-    seconds: from asking for the batch to having the loss. tokens_per_second: tokens / seconds.
-    imbalance_*: time over time with perfect balance, counted in pages: each micro-step lasts as long as the busiest
-    rank of all pools. 1.0 is perfect. `home`: plain context parallelism, every rank works on the queries it holds.
-    `ulysses`: every sequence's heads are dealt to its CP group. `libra`: the plans that were run. The first two take
-    the step's sequences in the order in which they were packed, `libra` as they were placed.
-    fallbacks: pools of the step whose plan did not fit and was replaced by the head-parallel one.
-    pool_size: of the step's pools. planning_seconds: of one core, to place and plan the step, and to choose the size.
-    waited_seconds: how long the step waited for its batch and plans; part of seconds.
-    z_loss, balance_loss: see `Qwen3.loss_sum`; per target, without their weights. None where the model has none.
-    Fields with a default are None in files that were written before they were counted.
+    Fields with a default are None where a run has no such number, and in files written before it was counted. loss and
+    grad_norm are not finite where the step was skipped.
     """
 
     step: int
@@ -57,6 +49,17 @@ class StepRecord:
     waited_seconds: float | None = None
     z_loss: float | None = None
     balance_loss: float | None = None
+    skipped: bool | None = None
+    skipped_total: int | None = None
+    imbalance_pools: float | None = None
+    imbalance_ranks: float | None = None
+    exchange_bytes_mean: float | None = None
+    exchange_bytes_busiest: int | None = None
+    model_flops: float | None = None
+    flops_per_second_per_device: float | None = None
+    mfu: float | None = None
+    device_peak_bytes: int | None = None
+    host_peak_bytes: int | None = None
 
     @property
     def waited(self) -> bool:
@@ -91,12 +94,22 @@ def baselines(lengths: Sequence[Sequence[int]], spec: PoolSpec, pools: int) -> d
     }
 
 
-class MetricsFile:
-    """`metrics.jsonl` of a run folder: one line per step, on disk when `append` returns."""
+@dataclasses.dataclass(frozen=True)
+class EvaluationRecord:
+    """The loss on held-out documents after `step` steps. What each number says stands in docs/metrics.md."""
 
-    def __init__(self, path: Path, steps_done: int) -> None:
+    step: int
+    eval_loss: float
+    eval_targets: int
+    eval_seconds: float
+
+
+class MetricsFile[Record: (StepRecord, EvaluationRecord)]:
+    """A file of records in a run folder: one line for each, on disk when `append` returns."""
+
+    def __init__(self, path: Path, steps_done: int, kind: type[Record] = StepRecord) -> None:
         """Opens the file for the step after `steps_done`; later lines and a torn last line are dropped."""
-        kept = [record for record in read_metrics(path) if record.step <= steps_done]
+        kept = [record for record in read_metrics(path, kind) if record.step <= steps_done]
         lines = "".join(_line(record) for record in kept)
         if path.exists() and path.read_text() != lines:
             part = path.with_suffix(".part")
@@ -104,7 +117,7 @@ class MetricsFile:
             part.replace(path)
         self._file = path.open("a")
 
-    def append(self, record: StepRecord) -> None:
+    def append(self, record: Record) -> None:
         self._file.write(_line(record))
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -113,30 +126,40 @@ class MetricsFile:
         self._file.close()
 
 
-def read_metrics(path: Path) -> list[StepRecord]:
-    """The records of a metrics file in order, up to the first line that is not whole; [] where there is no file."""
-    records: list[StepRecord] = []
+def read_metrics[Record: (StepRecord, EvaluationRecord)](path: Path, kind: type[Record] = StepRecord) -> list[Record]:
+    """The records of a file in order, up to the first line that is not whole; [] where there is no file."""
+    records: list[Record] = []
     if path.exists():
         for line in path.read_text(errors="replace").splitlines():
             try:
-                records.append(StepRecord(**json.loads(line)))
+                values = json.loads(line)
+                records.append(kind(**values | {name: float(values[name]) for name in _LOSSES if name in values}))
             except (json.JSONDecodeError, TypeError):
                 break
     return records
 
 
-def _line(record: StepRecord) -> str:
-    return json.dumps(dataclasses.asdict(record)) + "\n"
+_LOSSES = ("loss", "grad_norm", "eval_loss")
 
 
-_WIDTHS = (9, 8, 10, 13, 10, 9, 8, 6, 5)  # 79 characters with the gaps, without the last
+def _line(record: StepRecord | EvaluationRecord) -> str:
+    """JSON, which has no word for what is not finite: it stands there as text, "nan" or "inf"."""
+    values = dataclasses.asdict(record)
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            values[name] = str(value)
+    return json.dumps(values, allow_nan=False) + "\n"
 
 
-def print_header(console: Console, pool_sizes: bool = False) -> None:
-    """pool_sizes: a column says which pool size each step takes."""
+_WIDTHS = (9, 8, 10, 13, 10, 9, 8, 6, 5, 6)  # 79 characters with the gaps, without the last two
+
+
+def print_header(console: Console, pool_sizes: bool = False, mfu: bool = False) -> None:
+    """pool_sizes: a column says which pool size each step takes. mfu: a column for it."""
     columns = ["step", "loss", "grad norm", "learning rate", "tokens/s", "plain CP", "Ulysses", "Libra"]
     over = f"{'imbalance: time / time if work were even':>{sum(_WIDTHS[:8]) + 7}}"
-    console.print(over, _row([*columns, *["pool"] * pool_sizes]), sep="\n", style="bold", soft_wrap=True)
+    columns += ["pool"] * pool_sizes + ["MFU"] * mfu
+    console.print(over, _row(columns), sep="\n", style="bold", soft_wrap=True)
 
 
 def print_step(console: Console, record: StepRecord, steps: int, pool_sizes: bool = False) -> None:
@@ -150,7 +173,18 @@ def print_step(console: Console, record: StepRecord, steps: int, pool_sizes: boo
         f"{record.imbalance_ulysses:.2f}",
         f"{record.imbalance_libra:.2f}",
     ]
-    console.print(_row([*values, *[f"{record.pool_size}"] * pool_sizes]), soft_wrap=True)
+    values += [f"{record.pool_size}"] * pool_sizes
+    values += [f"{record.mfu:.1%}"] if record.mfu is not None else []
+    console.print(_row(values), soft_wrap=True)
+
+
+def print_evaluation(console: Console, record: EvaluationRecord) -> None:
+    console.print(
+        f"evaluation after step {record.step}: loss {record.eval_loss:.4f} over {record.eval_targets:,} targets, "
+        f"{record.eval_seconds:.1f} s",
+        soft_wrap=True,
+        highlight=False,
+    )
 
 
 def _row(values: Sequence[str]) -> str:
@@ -162,7 +196,9 @@ def summary(records: Sequence[StepRecord]) -> Table:
     tenth = max(len(records) // 10, 1)
 
     def mean(name: str, part: Sequence[StepRecord]) -> float:
-        return float(np.mean([getattr(record, name) for record in part]))
+        values = [getattr(record, name) for record in part]
+        values = [value for value in values if value is not None and math.isfinite(value)]
+        return float(np.mean(values)) if values else math.nan
 
     steady = float(np.median([record.seconds for record in records]))
     rows = {
@@ -178,6 +214,17 @@ def summary(records: Sequence[StepRecord]) -> Table:
             f"{mean('imbalance_home', records) / mean('imbalance_libra', records):.2f}, modelled from the work"
         ),
     }
+    if any(record.imbalance_pools is not None for record in records):
+        pools, ranks = mean("imbalance_pools", records), mean("imbalance_ranks", records)
+        rows["imbalance, Libra, between pools and inside them"] = f"{pools:.3f} and {ranks:.3f}"
+        sent, most = mean("exchange_bytes_mean", records), mean("exchange_bytes_busiest", records)
+        rows["sent by a rank in a step's forward passes"] = f"{_bytes(sent)}, by the busiest {_bytes(most)}"
+    if any(record.model_flops is not None for record in records):
+        mfu = mean("mfu", records)
+        share = "" if math.isnan(mfu) else f", {mfu:.1%} of its peak (MFU)"
+        rows["model FLOP/s of a device, mean"] = f"{mean('flops_per_second_per_device', records):.3g}{share}"
+    if skipped := sum(bool(record.skipped) for record in records):
+        rows["steps skipped as not finite"] = f"{skipped:,}"
     sizes = Counter(record.pool_size for record in records if record.pool_size is not None)
     if len(sizes) > 1:
         rows["sequences in a pool"] = ", ".join(f"{size} in {sizes[size]} steps" for size in sorted(sizes))
@@ -189,9 +236,20 @@ def summary(records: Sequence[StepRecord]) -> Table:
         share = sum(record.waited for record in waits) / len(waits)
         seconds = sum(record.waited_seconds or 0 for record in waits)
         rows["steps that waited for data or plans"] = f"{share:.1%}, {seconds:.1f} s in all"
+    for name, what in {"device_peak_bytes": "a device, peak", "host_peak_bytes": "a process, peak"}.items():
+        if taken := [getattr(record, name) for record in records if getattr(record, name) is not None]:
+            rows[f"memory of {what}"] = _bytes(max(taken))
     table = Table(title="Summary", show_header=False, title_justify="left")
     table.add_column(overflow="fold")
     table.add_column(overflow="fold")
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _bytes(number: float) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if number < 1024 or unit == "GiB":
+            return f"{number:,.0f} {unit}" if unit == "bytes" else f"{number:,.1f} {unit}"
+        number /= 1024
+    raise AssertionError(number)

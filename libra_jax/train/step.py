@@ -17,62 +17,21 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from libra_jax.models.axes import token_spec
 from libra_jax.models.qwen3 import Qwen3
-from libra_jax.schedule import OVERLAP_OPTIONS
 from libra_jax.tables import PlanTables, table_shapes
-from libra_jax.train.config import OptimizerConfig, TrainConfig
+from libra_jax.train import pipeline
+from libra_jax.train.config import TrainConfig
 from libra_jax.train.mesh import batch_shardings, regrouped, state_shardings
+from libra_jax.train.optimizer import all_finite, learning_rate, make_optimizer, nothing_skipped, update_state
+from libra_jax.train.xla import compiler_options
 
 State = dict[str, Any]
-"""{"params": nested dict of float32 arrays, "optimizer": optax state, "step": int32, steps done}."""
+"""{"params": nested dict of float32 arrays, "optimizer": optax state, "step": int32, steps done, those whose update was
+left out included, "skipped": {"total", "in_a_row"} int32, how many these are}."""
 ARRAYS = "tokens", "targets", "positions"
 """What the step takes of a batch, beside its plans."""
 LossSum = Callable[[Any, Any], tuple[jax.Array, dict[str, jax.Array]]]
-
-
-def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Learning rate of update number `count` = 0, 1, ...: the first is peak / warmup_steps, not zero.
-
-    steps: of the whole run; where the cosine ends if the config does not say. Raises ValueError if the warm-up does
-    not end before it.
-    """
-    end = steps if config.decay_steps is None else config.decay_steps
-    if config.warmup_steps >= end:
-        raise ValueError(
-            f"optimizer.warmup_steps ({config.warmup_steps}) must be below the step at which the cosine ends ({end}: "
-            f"{'steps' if config.decay_steps is None else 'optimizer.decay_steps'})"
-        )
-
-    def schedule(count: jax.typing.ArrayLike) -> jax.Array:
-        step = jnp.asarray(count, jnp.float32) + 1
-        warmup = step / max(config.warmup_steps, 1)
-        done = jnp.clip((step - config.warmup_steps) / (end - config.warmup_steps), 0, 1)
-        cosine = config.final_share + (1 - config.final_share) * 0.5 * (1 + jnp.cos(jnp.pi * done))
-        return config.learning_rate * jnp.where(step < config.warmup_steps, warmup, cosine)
-
-    return schedule
-
-
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """AdamW behind clipping by the global norm. Only the matrices inside the layers decay."""
-
-    def decays(params: Any) -> Any:
-        def is_matrix(path: tuple[Any, ...], leaf: Any) -> bool:
-            return len(leaf.shape) >= 3 and any(getattr(key, "key", None) == "layers" for key in path)
-
-        return jax.tree.map_with_path(is_matrix, params)
-
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            learning_rate(config, steps),
-            b1=config.b1,
-            b2=config.b2,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            mask=decays,
-        ),
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +44,12 @@ class Blueprint:
     init: Callable[[], State]
 
 
+def begin_state(optimizer: optax.GradientTransformation, params: Any) -> State:
+    """The state of a run that has done no step yet."""
+    state = {"params": params, "optimizer": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
+    return state | {"skipped": nothing_skipped()}
+
+
 def plan_state(config: TrainConfig, mesh: Mesh) -> Blueprint:
     """What the state of a run looks like and how to make it; nothing is allocated yet."""
     spec = config.spec
@@ -95,7 +60,7 @@ def plan_state(config: TrainConfig, mesh: Mesh) -> Blueprint:
 
     def init() -> State:
         params = nnx.to_pure_dict(nnx.state(build(), nnx.Param))
-        return {"params": params, "optimizer": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
+        return begin_state(optimizer, params)
 
     graph, _ = nnx.split(nnx.eval_shape(build))
     shapes = jax.eval_shape(init)
@@ -112,63 +77,101 @@ def state_from(config: TrainConfig, shapes: State, params: Any) -> State:
     optimizer = make_optimizer(config.optimizer, config.steps)
 
     def begin(params: Any) -> State:
-        return {"params": params, "optimizer": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
+        return begin_state(optimizer, params)
 
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
     return jax.jit(begin, donate_argnums=0, out_shardings=shardings)(params)
 
 
-def mean_loss_and_gradients(loss_sum: LossSum, params: Any, micro_batches: Any) -> tuple[dict[str, jax.Array], Any]:
-    """Token-weighted means over all micro-steps, and the gradient of what is minimised.
+def mean_loss_and_gradients(
+    loss_sum: LossSum, params: Any, micro_batches: Any
+) -> tuple[dict[str, jax.Array], Any, dict[str, jax.Array]]:
+    """Token-weighted means over all micro-steps, the gradient of what is minimised, and what each micro-step gave.
 
     loss_sum(params, micro_batch) -> (sum of what is minimised float32, sums: {"loss": float32, "targets": int32, ...}).
     micro_batches: arrays with a leading micro-step axis. Returns {name: sum / targets}, but "targets" as it is. Means
-    and gradients are 0 where there is no target at all.
+    and gradients are 0 where there is no target at all. Last come (micro_steps,) arrays: "loss" and "targets", sums of
+    the micro-step, and "finite", whether all of its gradients and what it minimises are.
     """
 
-    def add(total: Any, micro_batch: Any) -> tuple[Any, None]:
-        (_, sums), gradients = jax.value_and_grad(loss_sum, has_aux=True)(params, micro_batch)
-        return jax.tree.map(jnp.add, total, (sums, gradients)), None
+    def add(total: Any, micro_batch: Any) -> tuple[Any, dict[str, jax.Array]]:
+        (value, sums), gradients = jax.value_and_grad(loss_sum, has_aux=True)(params, micro_batch)
+        alone = {name: sums[name] for name in ("loss", "targets")} | {"finite": all_finite((value, gradients))}
+        return jax.tree.map(jnp.add, total, (sums, gradients)), alone
 
     first = jax.tree.map(lambda x: x[0], micro_batches)
     _, shapes = jax.eval_shape(loss_sum, params, first)
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), jax.tree.map(jnp.zeros_like, params)
-    (sums, gradients), _ = jax.lax.scan(add, nothing, micro_batches)
+    (sums, gradients), each = jax.lax.scan(add, nothing, micro_batches)
+    return *_means(sums, gradients), each
+
+
+def _means(sums: dict[str, jax.Array], gradients: Any) -> tuple[dict[str, jax.Array], Any]:
     targets = sums.pop("targets")
     share = 1 / jnp.maximum(targets, 1).astype(jnp.float32)
     means, gradients = jax.tree.map(lambda x: x * share, (sums, gradients))
     return {**means, "targets": targets}, gradients
 
 
-def make_step(config: TrainConfig, graph: Any) -> Callable[[State, Any, Any], tuple[State, Any]]:
-    """step(state, arrays, plans) -> (state, metrics), to be compiled by `compile_step`.
+def pipelined_loss_and_gradients(
+    config: TrainConfig, graph: Any, mesh: Mesh, params: Any, arrays: Any, plans: Any
+) -> tuple[dict[str, jax.Array], Any, dict[str, jax.Array]]:
+    """What `mean_loss_and_gradients` gives, from the stages of a pipeline. Arguments as of `make_step`."""
 
-    arrays: those in `ARRAYS`, (micro_steps, sequences, seq_len) int32. plans: PlanTables with leading
-    (micro_steps, pools, dp, cp). metrics: {"loss", "grad_norm", "learning_rate", "targets"} scalars, and what else
-    the model's `loss_sum` says; losses and grad_norm are of the weights that came in.
-    """
-    optimizer = make_optimizer(config.optimizer, config.steps)
-    schedule = learning_rate(config.optimizer, config.steps)
+    def stage(layers: Any, shared: Any, x: Any, micro_batch: Any, first: Any, last: Any) -> Any:
+        arrays, plans = micro_batch
+        return nnx.merge(graph, {**shared, "layers": layers}).stage(x, **arrays, plans=plans, first=first, last=last)
+
+    shared = {name: part for name, part in params.items() if name != "layers"}
+    shape = *arrays["tokens"].shape[1:], config.model.hidden_size
+    x = jax.ShapeDtypeStruct(shape, config.model.compute_dtype, sharding=NamedSharding(mesh, token_spec(mesh)))
+    sums, (layers, rest), each = pipeline.sums_and_gradients(
+        stage, params["layers"], shared, (arrays, plans), x, mesh, config.mesh.schedule
+    )
+    gradients = {name: layers if name == "layers" else rest[name] for name in params}
+    return *_means(sums, gradients), each
+
+
+def model_loss_sum(graph: Any) -> LossSum:
+    """loss_sum(params, (arrays, plans)) of one micro-step; see `Qwen3.loss_sum`. graph: of the run's `Blueprint`."""
 
     def loss_sum(params: Any, micro_batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         arrays, plans = micro_batch
         model = nnx.merge(graph, params)
         return model.loss_sum(arrays["tokens"], arrays["targets"], arrays["positions"], plans)
 
+    return loss_sum
+
+
+def make_step(config: TrainConfig, graph: Any, mesh: Mesh) -> Callable[[State, Any, Any], tuple[State, Any]]:
+    """step(state, arrays, plans) -> (state, metrics), to be compiled by `compile_step`.
+
+    arrays: those in `ARRAYS`, (micro_steps, sequences, seq_len) int32. plans: PlanTables with leading
+    (micro_steps, pools, dp, cp). metrics: {"loss", "grad_norm", "learning_rate", "targets"} scalars, and what else
+    the model's `loss_sum` says; losses and grad_norm are of the weights that came in. "skipped", the state's two
+    numbers after this step; "micro_steps", as from `mean_loss_and_gradients`.
+
+    Where a gradient or a loss is not finite, or float32 cannot hold the gradients' norm, nothing is updated; see
+    `update_state`.
+    """
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    schedule = learning_rate(config.optimizer, config.steps)
+    loss_sum = model_loss_sum(graph)
+
     def step(state: State, arrays: Any, plans: Any) -> tuple[State, Any]:
-        params = state["params"]
-        means, gradients = mean_loss_and_gradients(loss_sum, params, (arrays, plans))
-        with jax.numpy_dtype_promotion("standard"):  # optax raises a float to a whole-number power
-            updates, optimizer_state = optimizer.update(gradients, state["optimizer"], params)
+        if config.mesh.pp > 1:
+            means, gradients, each = pipelined_loss_and_gradients(config, graph, mesh, state["params"], arrays, plans)
+        else:
+            means, gradients, each = mean_loss_and_gradients(loss_sum, state["params"], (arrays, plans))
+        norm = optax.tree.norm(gradients)
+        losses = {name: value for name, value in means.items() if name != "targets"}
+        after = update_state(optimizer, state, gradients, jnp.all(each["finite"]) & all_finite((norm, losses)))
         metrics = {
             **means,
-            "grad_norm": optax.tree.norm(gradients),
-            "learning_rate": schedule(state["step"]),
-        }
-        after = {
-            "params": optax.apply_updates(params, updates),
-            "optimizer": optimizer_state,
-            "step": state["step"] + 1,
+            "grad_norm": norm,
+            "learning_rate": schedule(state["step"] - state["skipped"]["total"]),
+            "skipped": after["skipped"],
+            "micro_steps": each,
         }
         return after, metrics
 
@@ -223,18 +226,18 @@ def compile_step(
 ) -> Any:
     """The step as one compiled program. It donates the state and refuses any other shape: it cannot recompile.
 
-    arrays, plans: of any one step, or their shapes. options: XLA's, beside those that a GPU needs to overlap.
+    arrays, plans: of any one step, or their shapes. options: XLA's, beside those of the run (`train.xla`).
     """
     states = jax.tree.map(lambda x: x.sharding, blueprint.shapes)
     everywhere = NamedSharding(mesh, PartitionSpec())
     shardings = batch_shardings(mesh, arrays, plans)
     jitted = jax.jit(
-        make_step(config, blueprint.graph),
+        make_step(config, blueprint.graph, mesh),
         donate_argnums=0,
         in_shardings=(states, *shardings),
         out_shardings=(states, everywhere),
     )
     # Shapes alone: jit refuses NumPy arrays that it would have to spread over several processes.
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (arrays, plans))
-    overlap = OVERLAP_OPTIONS if mesh.devices.flat[0].platform == "gpu" else {}
-    return jitted.lower(blueprint.shapes, *shapes).compile(compiler_options={**overlap, **(options or {})})
+    chosen = compiler_options(mesh.devices.flat[0].platform, config.xla)
+    return jitted.lower(blueprint.shapes, *shapes).compile(compiler_options={**chosen, **(options or {})})
