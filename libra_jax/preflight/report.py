@@ -114,7 +114,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "max_group_size": max((exchange.group_size for exchange in operator), default=None),
         "pool_size": report.pool_size,
         "pool_ranks": spec.ranks,
-        "inside_pools": all(_inside_pools(exchange, spec.ranks) for exchange in operator),
+        "inside_pools": all(_inside_pools(exchange, spec.ranks, report.config.mesh.tp) for exchange in operator),
         "program_max_group_size": max((exchange.group_size for exchange in report.exchanges), default=None),
         "schedule": [_exchange_json(exchange) for exchange in report.exchanges],
         "kernels": [dataclasses.asdict(kernel) for kernel in report.kernels],
@@ -210,7 +210,7 @@ def _title(report: Report) -> str:
     topology = "x".join(map(str, report.topology))
     return (
         f"{report.name}: Qwen3 with {config.model.num_parameters:,} parameters, sequences of {spec.seq_len:,} tokens, "
-        f"{mesh.pools} pools x {spec.pool_size} sequences x {spec.cp} ranks on {topology} "
+        f"{mesh.in_words} on {topology} "
         f"{TARGETS[report.target].name}, {config.step_tokens:,} tokens a step"
     )
 
@@ -220,7 +220,7 @@ def _sentences(report: Report) -> list[str]:
     hidden = sum(not exchange.exposed for exchange in operator)
     lines = [verdict(report)]
     if operator:
-        bounded = all(_inside_pools(exchange, spec.ranks) for exchange in operator)
+        bounded = all(_inside_pools(exchange, spec.ranks, report.config.mesh.tp) for exchange in operator)
         lines.append(
             f"Attention: {hidden} of {len(operator)} exchanges run under other work. The largest group has "
             f"{max(exchange.group_size for exchange in operator)} ranks, a pool has {spec.ranks}: "
@@ -326,8 +326,9 @@ def _is_recomputed(line: Instruction) -> bool:
     return ".remat" in line.name and line.opcode.removesuffix("-start") in ("fusion", "custom-call", "dot")
 
 
-def _inside_pools(exchange: Exchange, pool_ranks: int) -> bool:
-    return all(len({device // pool_ranks for device in group}) == 1 for group in exchange.groups)
+def _inside_pools(exchange: Exchange, pool_ranks: int, tp: int) -> bool:
+    """Ranks of axis "tp" are neighbours, each of them in a pool of its own."""
+    return all(len({(device // tp // pool_ranks, device % tp) for device in group}) == 1 for group in exchange.groups)
 
 
 def _exchange_json(exchange: Exchange) -> dict[str, Any]:

@@ -107,6 +107,12 @@ class MeshConfig:
         return math.prod(self.axes.values())
 
     @property
+    def in_words(self) -> str:
+        words = f"{self.pools} pools x {self.pool_size} sequences x {self.cp} ranks"
+        words += f" x {self.tp} parts of the heads" if self.tp > 1 else ""
+        return words + (f", in {self.pp} stages" if self.pp > 1 else "")
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """All pool sizes that a step may take, in ascending order."""
         return tuple(sorted((self.pool_size, *self.pool_sizes)))

@@ -27,8 +27,7 @@ def describe(config: TrainConfig, mesh: Mesh, data: StepBatches, console: Consol
     shape, spec, platform = config.mesh, config.spec, mesh.devices.flat[0].platform
     say(
         console,
-        f"Qwen3 with {config.model.num_parameters:,} parameters on {mesh.size} {platform} devices: "
-        f"{shape.pools} pools x {shape.pool_size} sequences x {shape.cp} ranks",
+        f"Qwen3 with {config.model.num_parameters:,} parameters on {mesh.size} {platform} devices: {shape.in_words}",
     )
     if jax.process_count() > 1:
         say(console, f"in {jax.process_count()} processes, {jax.local_device_count()} devices in this one")
