@@ -67,6 +67,10 @@ LONG = (
     "test_parallel_curves.py::test_every_layout_has_the_curve_of_plain_data_parallelism[tensor parallelism]",
     "test_parallel_curves.py::test_every_layout_has_the_curve_of_plain_data_parallelism[pools, gpipe]",
     "test_parallel_curves.py::test_every_layout_has_the_curve_of_plain_data_parallelism[experts spread over pools]",
+    "test_parallel_curves.py::test_every_layout_has_the_curve_of_plain_data_parallelism[pools]",
+    "test_parallel_curves.py::test_every_layout_has_the_curve_of_plain_data_parallelism[pipeline]",
+    "test_relays.py::test_relays_keep_to_their_room_and_the_rest_comes_from_home[0.5]",
+    "test_relays.py::test_relays_keep_to_their_room_and_the_rest_comes_from_home[1.0]",
 )
 """Further variants of what stays, most of them whole programs compiled for GPUs: `make long` runs them. With them the
 suite would take longer than its quarter of an hour on two cores."""

@@ -10,8 +10,8 @@ Letters: M micro-batches, P stages, s a stage, 0 the first. Micro-batch m goes f
 and back at tick W + m + (P - 1 - s). "1f1b" has W = P - 1: the last stage turns a micro-batch round as soon as it
 comes, and a stage keeps at most 2P - 1 - 2s inputs (like PipeDream-Flush, arXiv 2006.09503, which keeps P - s: here
 ticks are in step). "gpipe" (arXiv 1811.06965) has W = M + P - 1: all go forward, then all back, and a stage keeps M
-inputs. Both leave a stage idle for P - 1 forward and P - 1 backward passes; where micro-batches cost alike that is
-(P - 1) / (M + P - 1) of the time.
+inputs. Where micro-batches cost alike, 1f1b leaves a stage idle for (P - 1) / (M + P - 1) of the time; gpipe for more,
+since the last stage has nothing to do while the others go forward (benchmarks/pipeline.py follows both).
 """
 
 from __future__ import annotations
