@@ -6,11 +6,11 @@ BIN = .venv/bin
 WORKERS = 2
 ARGS =
 
-.PHONY: help setup demo test lint unit long old-triton parity format bench requirements wheel clean distclean
+.PHONY: help setup demo test lint unit long old-triton parity qwen3-0.6b format bench requirements wheel clean distclean
 .NOTPARALLEL:
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s%s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "%-14s%s\n", $$1, $$2 }' Makefile
 
 setup: ## make .venv, or do nothing where it is complete
 	@sh tools/setup.sh
@@ -37,6 +37,10 @@ old-triton: setup ## the tests of the GPU kernels with Triton 3.6, which GPU ima
 parity: setup ## compare logits and gradients with Hugging Face transformers; ARGS=--record keeps the numbers for tests
 	PARITY_PYTHON='$(PARITY_PYTHON)' sh tools/parity.sh $(ARGS)
 
+qwen3-0.6b: setup ## import, train, export a model of that shape, compare with transformers: long, 17 GB of memory
+	PARITY_PYTHON='$(PARITY_PYTHON)' sh tools/qwen3_0_6b.sh --json benchmarks/reports/qwen3_0_6b.json \
+	    --report benchmarks/reports/qwen3_0_6b.md $(ARGS)
+
 format: setup ## let ruff rewrite the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -48,6 +52,8 @@ bench: setup ## run the benchmarks: tables here, JSON and reports in benchmarks/
 	$(BIN)/python -m benchmarks.planner_others --json benchmarks/reports/planner_others.json \
 	    --report benchmarks/reports/planner_others.md
 	$(BIN)/python -m benchmarks.waves --report benchmarks/reports/waves.md
+	$(BIN)/python -m benchmarks.pipeline --json benchmarks/reports/pipeline.json \
+	    --report benchmarks/reports/pipeline.md --plot benchmarks/reports/pipeline.png
 	$(BIN)/python -m benchmarks.config_table --report benchmarks/reports/configs.md
 	$(BIN)/python -m benchmarks.data --json benchmarks/reports/data.json --report benchmarks/reports/data.md
 	$(BIN)/python -m benchmarks.attention_cpu --json benchmarks/reports/attention_cpu.json \
@@ -56,6 +62,9 @@ bench: setup ## run the benchmarks: tables here, JSON and reports in benchmarks/
 	    --report benchmarks/reports/kernels.md
 	$(BIN)/python -m benchmarks.two_ranks --json benchmarks/reports/two_ranks.json \
 	    --report benchmarks/reports/two_ranks.md --plot benchmarks/reports/two_ranks.png
+	rm -rf runs/curves
+	$(BIN)/python -m benchmarks.curves --json benchmarks/reports/curves.json --report benchmarks/reports/curves.md \
+	    --plot benchmarks/reports/curves.png --csv benchmarks/reports/curves.csv
 
 requirements: setup ## pin requirements.txt anew from pyproject.toml; ARGS=--upgrade takes newer versions
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.12 --group dev --no-emit-index-url \

@@ -235,3 +235,15 @@ def test_sigterm_saves_the_step_and_a_failed_background_write_stops_the_run(
     finally:
         for name, value in zip(names, before, strict=True):
             jax.config.update(name, value)
+
+
+def test_a_checkpoint_that_is_torn_is_named_with_the_way_out(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    with Checkpoints(folder, CheckpointConfig(every=1, keep=2)) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"x": jnp.ones(3)}, Position(step), {"config": {}, "data": {}})
+    shutil.rmtree(folder / "2" / "state")
+    with Checkpoints(folder, CheckpointConfig(every=1, keep=2)) as checkpoints:
+        shapes = {"x": jax.ShapeDtypeStruct((3,), jnp.float32)}
+        with pytest.raises(ValueError, match=r"checkpoint 2 in .* cannot be read: .*and the run goes on from step 1"):
+            checkpoints.restore(shapes, Position(0))

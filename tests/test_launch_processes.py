@@ -8,11 +8,14 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from libra_jax import cli
-from libra_jax.train.config import MeshConfig
+from libra_jax.cli import load_config
+from libra_jax.train import together
+from libra_jax.train.config import MeshConfig, every_value
 from libra_jax.train.launch import Launch, find_launch, several_were_started, share_of
 from libra_jax.train.xla import check_options, compiler_options, describe_options, read_options
 
@@ -195,3 +198,22 @@ def test_the_kubernetes_job_is_one_whole(tmp_path: Path) -> None:
     assert launch == Launch("kubernetes", 3, spec["completions"], f"{name}-0.{pod['subdomain']}:6006")
     assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"]
     assert overrides == ["--run-dir=/shared/runs/first"]
+
+
+def test_processes_with_different_settings_are_refused_with_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = every_value(load_config("demo"))
+    there = {**here, "optimizer.learning_rate": 0.5}
+    assert here["optimizer.learning_rate"] != 0.5 and len(here) > 50
+
+    def of_both(mine: np.ndarray) -> np.ndarray:
+        """What two processes see, the other one with `there`."""
+        names = sorted(there)
+        if mine.shape == ():
+            return np.array([mine, together._number(names)])
+        return np.stack([mine, [together._number(there[name]) for name in names]])
+
+    monkeypatch.setattr(together.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(together.multihost_utils, "process_allgather", of_both)
+    with pytest.raises(ValueError, match=r"learning_rate is 0.01 in process 0, and process 0 and process 1 differ"):
+        together.same_config(here)
+    together.same_config(there)

@@ -220,6 +220,7 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused_with_both_numbers() -> 
             {"mesh": MeshConfig(2, 2, 2, pool_sizes=(4,)), "attention": AttentionConfig(block=8, ranks_per_node=4)},
             r"waves \(2\) must be at least 3 with ranks_per_node \(4\) in a pool of 8",
         ),
+        ({"checkpoint": CheckpointConfig(keep_best=1)}, r"checkpoint.keep_best \(1\) goes by evaluations"),
     ],
 )
 def test_a_config_that_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -117,7 +117,7 @@ class Checkpoints:
         """Raises ValueError naming what differs if the run was made with other `values`; see `config`."""
         latest = self.latest_step
         if latest is not None:
-            saved = self._checkpointer.load_checkpointables(latest, {"values": None})["values"]
+            saved = self._load(latest, {"values": None})["values"]
             if latest == 0:
                 values = {part: {n: v for n, v in values[part].items() if n in saved[part]} for part in saved}
             refuse_changes(saved, values, str(self.folder.parent))
@@ -127,14 +127,28 @@ class Checkpoints:
 
         shapes: of the state, with types and shardings.
         """
-        parts = self._checkpointer.load_checkpointables(self.latest_step, {"state": shapes, "position": None})
+        parts = self._load(self.latest_step, {"state": shapes, "position": None})
         data.set_state(parts["position"])
         return parts["state"]
 
     def restore_imported(self, shapes: Any) -> Any:
         """The weights of step 0, there must be one. shapes: of the parameters, with types and shardings."""
         parts = {"state": {"params": shapes}}
-        return self._checkpointer.load_checkpointables(0, parts)["state"]["params"]
+        return self._load(0, parts)["state"]["params"]
+
+    def _load(self, step: int | None, parts: dict[str, Any]) -> dict[str, Any]:
+        """Raises ValueError with the way out where a checkpoint that looks whole cannot be read all the same."""
+        try:
+            with _quiet_logs():
+                return self._checkpointer.load_checkpointables(step, parts)
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            others = [number for number in whole_steps(self.folder) if number != step]
+            way = f"the run goes on from step {others[-1]}" if others else "the run begins anew"
+            raise ValueError(
+                f"checkpoint {step} in {self.folder} cannot be read: {reason} ({type(error).__name__}). It is damaged, "
+                f"or another version wrote it. Move {self.folder / str(step)} away, and {way}."
+            ) from error
 
     def _settle(self, wait: bool) -> None:
         """Raises what the checkpoint in the making failed with, as soon as that is known, or waits to know it."""

@@ -173,8 +173,10 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "eps", "clip_norm"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"optimizer.{name} ({getattr(self, name)}) must be above 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"optimizer.{name} ({getattr(self, name)}) must be above 0 and finite")
+        if not math.isfinite(self.weight_decay):
+            raise ValueError(f"optimizer.weight_decay ({self.weight_decay}) must be finite")
         _at_least("optimizer.warmup_steps", self.warmup_steps, 0)
         _at_least("optimizer.weight_decay", self.weight_decay, 0)
         for name in ("b1", "b2", "final_share", "decay_share"):
@@ -290,6 +292,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         self._check_tp()
+        if self.checkpoint.keep_best and not self.evaluation.every:
+            raise ValueError(
+                f"checkpoint.keep_best ({self.checkpoint.keep_best}) goes by evaluations, and evaluation.every is 0: "
+                "set --evaluation.every, with --data.held-out above 0"
+            )
         if self.model.num_layers % self.mesh.pp:
             raise ValueError(
                 f"model.num_layers ({self.model.num_layers}) must be a multiple of mesh.pp ({self.mesh.pp}), whose "
@@ -383,6 +390,15 @@ class TrainConfig:
     def step_tokens(self) -> int:
         """Tokens of one optimizer step, padding included."""
         return self.micro_steps * self.mesh.sequences * self.seq_len
+
+
+def every_value(config: Any, prefix: str = "") -> dict[str, Any]:
+    """{dotted field name: value} of all fields."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), prefix + field.name
+        values |= every_value(value, name + ".") if dataclasses.is_dataclass(value) else {name: value}
+    return values
 
 
 def fixed_values(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -24,14 +24,14 @@ from libra_jax.data import BatchIterator, StepBatches, open_batches
 from libra_jax.data.batches import check_step
 from libra_jax.train import metrics
 from libra_jax.train.checkpoint import Checkpoints
-from libra_jax.train.config import TrainConfig, fixed_values
+from libra_jax.train.config import TrainConfig, every_value, fixed_values
 from libra_jax.train.folder import RunFolder, hold_together
 from libra_jax.train.launch import Launch, join, share_of
 from libra_jax.train.mesh import local_rows, make_mesh, place_batch, start_devices
 from libra_jax.train.recorder import Recorder
 from libra_jax.train.step import ARRAYS, Blueprint, Program, compile_program, plan_state, state_from
 from libra_jax.train.terminal import describe, progress_bar, say
-from libra_jax.train.together import peer_is_gone, same_everywhere, together
+from libra_jax.train.together import peer_is_gone, same_config, same_everywhere, together
 from libra_jax.train.watch import Signals, Watchdog
 from libra_jax.train.xla import check_options
 
@@ -75,6 +75,7 @@ def train(config: TrainConfig, console: Console, launch: Launch | None = None) -
     check_options(config.xla)
     name = "" if launch is None else f"process {jax.process_index()} of {jax.process_count()}"
     patience = config.launch.start_timeout_seconds if jax.process_count() > 1 else None
+    same_config({**every_value(config), "version of jax": jax.__version__})
     with Watchdog(name, patience) as watchdog, hold_together(Path(config.run_dir)) as folder:
         watchdog.doing("the data to be opened")
         batches = _open_batches(config, mesh, folder)
@@ -252,11 +253,11 @@ def _left(checkpoints: Checkpoints) -> str:
 def _disk(folder: RunFolder, step: int, checkpoints: Checkpoints) -> Iterator[None]:
     """Turns what a full or vanished disk raises, whoever notices it, into RunStopped."""
     try:
-        with _peers(step, checkpoints):
-            yield
-    except RunStopped:
-        raise
+        yield
     except Exception as error:
+        if jax.process_count() > 1 and peer_is_gone(error):
+            with _peers(step, checkpoints):
+                raise
         raise RunStopped(f"step {step} could not be saved in {folder.path}: {error}. {_left(checkpoints)}") from error
 
 
@@ -267,7 +268,9 @@ def _peers(step: int, checkpoints: Checkpoints) -> Iterator[None]:
         yield
     except Exception as error:
         if jax.process_count() == 1 or isinstance(error, RunStopped) or not peer_is_gone(error):
-            raise
+            if not isinstance(error, OSError):
+                raise
+            raise RunStopped(f"step {step} broke off: {error}. {_left(checkpoints)}") from error
         what = str(error).partition("\n")[0]
         raise RunStopped(
             f"step {step} broke off; most likely another process is gone, whose own output says why ({what}). "

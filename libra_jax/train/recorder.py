@@ -90,7 +90,7 @@ class Recorder:
         if not record.skipped:
             return None
         bad = skipped.bad_micro_steps(self._data, batch, micro_steps)
-        what = skipped.describe_skipped(record.step, record.loss, record.grad_norm, bad)
+        what = skipped.describe_skipped(record.step, record.loss, record.grad_norm, bad, len(micro_steps["finite"]))
         path = self._folder / "skipped.jsonl"
         if self._writes:
             skipped.note_skipped(path, record.step, bad)

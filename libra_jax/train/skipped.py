@@ -65,12 +65,18 @@ def documents_of(data: StepBatches, sequences: Sequence[int]) -> dict[str, list[
     return {name: sorted(numbers) for name, numbers in documents.items()}
 
 
-def describe_skipped(step: int, loss: float, grad_norm: float, bad: Sequence[BadMicroStep]) -> str:
-    """What is said of a step whose update was left out."""
+def describe_skipped(step: int, loss: float, grad_norm: float, bad: Sequence[BadMicroStep], micro_steps: int) -> str:
+    """What is said of a step of so many micro-steps whose update was left out."""
     what = f"step {step}: loss {loss}, gradient norm {grad_norm}: nothing was updated. "
     if not bad:
         return what + "Each of its micro-steps is finite by itself, and their sum is not."
-    return what + ". ".join(part.describe() for part in bad)
+    said = what + ". ".join(part.describe() for part in bad) + "."
+    if len(bad) == micro_steps > 1:
+        said += (
+            " That is every micro-step: the weights are more likely the cause than these documents, and a smaller "
+            "learning rate, from an earlier checkpoint, the way out."
+        )
+    return said
 
 
 def note_skipped(path: Path, step: int, bad: Sequence[BadMicroStep]) -> None:

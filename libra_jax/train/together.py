@@ -6,7 +6,9 @@ In a run of one process nothing here communicates. Every process has to call the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -49,6 +51,28 @@ def same_everywhere(value: int, what: str, why: str) -> None:
             f"{what} is {values[0]} in process 0 and {values[other[0]]} in process {other[0]}, and must be the same: "
             f"{why}"
         )
+
+
+def same_config(values: Mapping[str, Any]) -> None:
+    """Raises ValueError, in every process, if they do not run the same: {name: value} of what must be equal."""
+    names = sorted(values)
+    same_everywhere(_number(names), "the number of this version's settings", "hosts have different versions")
+    numbers = np.array([_number(values[name]) for name in names], np.int32)
+    if jax.process_count() == 1:
+        return
+    everybody = multihost_utils.process_allgather(numbers).reshape(jax.process_count(), -1)
+    for i, name in enumerate(names):
+        other = np.flatnonzero(everybody[:, i] != everybody[0, i])
+        if len(other):
+            raise ValueError(
+                f"{name} is {values[name]!r} in process {jax.process_index()}, and process 0 and process {other[0]} "
+                "differ in it: all processes of a run need the same command"
+            )
+
+
+def _number(value: Any) -> int:
+    """The same number for the same value, in every process."""
+    return zlib.crc32(repr(value).encode()) & 0x7FFFFFFF
 
 
 def peer_is_gone(error: BaseException) -> bool:
