@@ -440,20 +440,23 @@ def test_a_run_whose_config_or_data_has_changed_is_refused_with_both_values(fold
 
 
 def test_a_run_goes_on_with_its_devices_in_another_layout(folder: Path) -> None:
-    """Saved on 2 pools of 2, 2 ranks each; then one pool of 4, then 4 ranks a sequence and twice the micro-steps.
+    """Saved on 2 pools of 2, 2 ranks each; then one pool of 4; then 4 ranks a sequence and twice the micro-steps; then
+    heads shared by two and layers in two stages.
 
     The same sequences in every step; losses differ by rounding alone.
     """
-    whole, _ = start(run_config(folder, "one_layout", steps=6))
-    config = run_config(folder, "layouts", steps=2)
+    model = dataclasses.replace(run_config(folder, "one_layout").model, num_layers=2)
+    whole, _ = start(run_config(folder, "one_layout", steps=8, model=model))
+    config = run_config(folder, "layouts", steps=2, model=model)
     start(config)
-    for mesh, micro_steps, steps in ((MeshConfig(1, 4, 2), 2, 4), (MeshConfig(1, 2, 4), 4, 6)):
+    others = MeshConfig(1, 4, 2), MeshConfig(1, 2, 4), MeshConfig(1, 2, 1, tp=2, pp=2)
+    for mesh, micro_steps, steps in zip(others, (2, 4, 4), (4, 6, 8), strict=True):
         records, printed = start(dataclasses.replace(config, mesh=mesh, micro_steps=micro_steps, steps=steps))
         assert f"going on from step {steps - 2} of {steps}" in printed
     assert [r.tokens for r in records] == [r.tokens for r in whole]
     assert [r.targets for r in records] == [r.targets for r in whole]
     np.testing.assert_allclose([r.loss for r in records], [r.loss for r in whole], rtol=1e-5)
-    assert [r.pool_size for r in records] == [2, 2, 4, 4, 2, 2]
+    assert [r.pool_size for r in records] == [2, 2, 4, 4, 2, 2, 2, 2]
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_nothing_of_it_is_kept(folder: Path) -> None:
