@@ -71,7 +71,7 @@ def libra_attention(
     implementation: "triton", "xla" or "reference". None: "triton" where the program is compiled for NVIDIA GPUs and the
         kernels take these shapes and dtypes, otherwise "xla".
     transport: "ragged", "all_to_all" or "ppermute"; None: "ragged" on GPUs, elsewhere
-        "ppermute" between two ranks and "all_to_all" among more. Same bits.
+        "ppermute" between two ranks and "all_to_all" among more, or inside another `jax.shard_map`. Same bits.
     launches: launch parameters of the Triton kernels in place of the table's, for "forward", "dq" or "dkv".
     heads_axis: mesh axis that heads are spread over (tensor parallelism). Then spec and plans are those of the heads of
         one rank, and q, k and v have as many times more heads as the axis is long; each rank works on its own heads
@@ -98,7 +98,9 @@ def libra_attention(
     )
     if implementation in (None, "triton"):
         _check_triton(implementation, options, q, v, spec)
-    static = Static(spec, options, implementation, resolve_transport(transport, device, spec.ranks))
+    alone = in_context(mesh) is mesh  # inside another map (a pipeline's, say) ranks may do different things
+    chosen = resolve_transport(transport, device, spec.ranks, all_at_once=alone)
+    static = Static(spec, options, implementation, chosen)
     q, k, v, plans = _laid_out(q, k, v, plans, mesh, heads_axis)
     return _on_mesh(static, in_context(mesh), heads_axis)(q, k, v, plans)
 

@@ -145,17 +145,20 @@ def exchange(
     return _TRANSPORTS[transport](parts, outbox, inbox, leaving, landing, _groups(node_ranks))
 
 
-def resolve_transport(transport: str | None, device: Any = None, ranks: int | None = None) -> str:
+def resolve_transport(
+    transport: str | None, device: Any = None, ranks: int | None = None, *, all_at_once: bool = True
+) -> str:
     """The transport that will run; None: what suits the device (None: the default one) and the ranks of a pool.
 
-    Two ranks have nothing to gain from all_to_all, in which each also sends to itself: between processes (gloo) it
-    took three times as long.
+    all_at_once: whether all devices of the mesh do the same exchanges at the same time. Two ranks have nothing to gain
+    from all_to_all, in which each also sends to itself: between processes (gloo) it took three times as long. But all
+    CPU devices of a mesh meet at a permutation, and where some do not come the others would wait forever.
 
     Raises ValueError when the name is unknown.
     """
     if transport is None:
         device = jax.devices()[0] if device is None else device
-        return "ragged" if device.platform == "gpu" else "ppermute" if ranks == 2 else "all_to_all"
+        return "ragged" if device.platform == "gpu" else "ppermute" if ranks == 2 and all_at_once else "all_to_all"
     if not isinstance(transport, str) or transport not in _TRANSPORTS:
         raise ValueError(f"transport ({transport!r}) must be None or one of {sorted(_TRANSPORTS)}")
     if transport == "ragged" and device is not None and device.platform not in RAGGED_PLATFORMS:

@@ -184,6 +184,8 @@ def test_a_box_gives_back_what_was_written() -> None:
 def test_gpus_take_the_ragged_transport_by_themselves() -> None:
     assert resolve_transport(None, target_mesh("h100", (1,), ("cp",)).devices.flat[0]) == "ragged"
     assert resolve_transport(None, jax.devices()[0]) == "all_to_all"
+    assert resolve_transport(None, jax.devices()[0], 2) == "ppermute"
+    assert resolve_transport(None, jax.devices()[0], 2, all_at_once=False) == "all_to_all", "where some may not come"
     with pytest.raises(ValueError, match=r"transport \('nccl'\) must be None or one of .*'ragged'"):
         resolve_transport("nccl")
 

@@ -30,10 +30,10 @@ from hugging_face_base import (
 from rich.console import Console
 from train_base import TINY
 
-from libra_jax.train.checkpoint import Checkpoints
+from libra_jax.train.checkpoint import Checkpoints, whole_steps
 from libra_jax.train.config import AttentionConfig, CheckpointConfig, TrainConfig, fixed_values
 from libra_jax.train.loop import RunFolder
-from libra_jax.train.weights_command import ExportOptions, export_weights, import_weights, whole_steps
+from libra_jax.train.weights_command import ExportOptions, export_weights, import_weights
 
 
 def quiet() -> Console:
@@ -146,10 +146,10 @@ def test_a_disk_that_is_full_leaves_no_step_0_and_the_next_try_makes_it(tmp_path
     with files_up_to(6000), pytest.raises(OSError, match=r"step 0 could not be saved in .*: .*File too large"):
         import_weights(source, config, quiet())
     assert sorted(path.name for path in beside.iterdir()) == ["config.json", "tokenizer.json"]
-    assert whole_steps(folder) == [] and not (folder.checkpoints / "0").exists()
+    assert whole_steps(folder.checkpoints) == [] and not (folder.checkpoints / "0").exists()
 
     import_weights(source, config, quiet())
-    assert whole_steps(folder) == [0] and [path.name for path in folder.checkpoints.iterdir()] == ["0"]
+    assert whole_steps(folder.checkpoints) == [0] and [path.name for path in folder.checkpoints.iterdir()] == ["0"]
     export_weights(folder.path, ExportOptions(tmp_path / "out"), config, quiet())
     assert same_bytes(read_folder(tmp_path / "out")[0], tensors_of(TINY))
 

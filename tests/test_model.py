@@ -10,7 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from train_base import LENGTHS, TINY, TINY_MOE, batch_of, qwen3_logits, random_params, run, tiny_spec
+from train_base import (
+    LENGTHS,
+    TINY,
+    TINY_MOE,
+    assert_logits_of_documents_alone,
+    batch_of,
+    random_params,
+    run,
+    tiny_spec,
+)
 
 from libra_jax.models.qwen3 import QWEN3_0_6B, QWEN3_8B, QWEN3_30B_A3B, QWEN3_235B_A22B, Qwen3, Qwen3Config
 from libra_jax.models.vocabulary import cross_entropy_sum
@@ -31,13 +40,7 @@ def test_logits_of_packed_sequences_equal_those_of_each_document_alone(config: Q
     batch = batch_of(spec)
     logits = run(graph, params, batch)
     assert logits.shape == (4, 64, 64) and logits.dtype == np.float32 and np.isfinite(logits).all()
-    for row, documents in enumerate(LENGTHS):
-        start = 0
-        for length in documents:
-            part = slice(start, start + length)
-            expected = qwen3_logits(params, batch.tokens[0, row, part], config)
-            np.testing.assert_allclose(logits[row, part], expected, rtol=0, atol=3e-5 * np.abs(expected).max())
-            start += length
+    assert_logits_of_documents_alone(logits, params, batch, config, LENGTHS)
 
     # Another token in one document: no bit of any other document moves.
     tokens = batch.tokens.copy()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import math
 from collections.abc import Iterator
@@ -14,25 +13,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rich.console import Console
+from run_base import programs_kept, run_config, start
 from test_metrics import events_of
 from train_base import TINY
 
 from libra_jax.data import VOCAB_SIZE, DataConfig, open_corpora, open_step_batches
 from libra_jax.train import loop
 from libra_jax.train.config import (
-    AttentionConfig,
     CheckpointConfig,
     EvaluationConfig,
     MeshConfig,
     MetricsConfig,
-    OptimizerConfig,
     TrainConfig,
 )
 from libra_jax.train.evaluate import open_evaluation
-from libra_jax.train.loop import train
 from libra_jax.train.mesh import make_mesh
-from libra_jax.train.metrics import EvaluationRecord, StepRecord, read_metrics
+from libra_jax.train.metrics import EvaluationRecord, read_metrics
 from libra_jax.train.step import Blueprint, plan_state
 
 POISON = ord("Z")
@@ -50,36 +46,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (corpus,) = open_corpora(DataConfig(paths=(str(path / "text"),), held_out=0.2), 64)
     chosen = path / "text" / f"{corpus.packed.pieces(20).document[0]:02}.txt"
     chosen.write_text(chosen.read_text().replace("c", "Z", 1))
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(path / "compiled"), 0.0), strict=True):
-        jax.config.update(name, value)
-    yield path
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
+    with programs_kept(path):
+        yield path
 
 
-def run_config(folder: Path, name: str, **changes: Any) -> TrainConfig:
-    fields = {
-        "model": dataclasses.replace(TINY, vocab_size=VOCAB_SIZE, num_layers=1),
+def evaluated(folder: Path, name: str, **changes: Any) -> TrainConfig:
+    """A run with a part held out, evaluated every three steps."""
+    fields: dict[str, Any] = {
         "data": DataConfig(paths=(str(folder / "text"),), held_out=0.2),
-        "mesh": MeshConfig(2, 2, 2),
-        "attention": AttentionConfig(block=8),
-        "optimizer": OptimizerConfig(learning_rate=1e-2, warmup_steps=2, decay_steps=100),
-        "checkpoint": CheckpointConfig(every=2),
         "evaluation": EvaluationConfig(every=3, micro_steps=2),
         "metrics": MetricsConfig(peak_flops=1e9),
-        "seq_len": 64,
-        "micro_steps": 2,
         "steps": 6,
-        "run_dir": str(folder / name),
     }
-    return TrainConfig(**fields | changes)
-
-
-def start(config: TrainConfig) -> tuple[list[StepRecord], str]:
-    console = Console(record=True, width=120, file=io.StringIO())
-    return train(config, console).records, console.export_text()
+    return run_config(folder, name, **fields | changes)
 
 
 def poisoned(config: TrainConfig, mesh: Any) -> Blueprint:
@@ -111,7 +90,7 @@ def test_a_step_that_is_not_finite_is_skipped_named_and_counted_across_a_resumpt
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "plan_state", poisoned)
-    config = run_config(folder, "skipped")
+    config = evaluated(folder, "skipped")
     bad, micro_step, sequence = step_of_the_document(config)
     config = dataclasses.replace(config, checkpoint=CheckpointConfig(every=bad, keep=9), steps=bad + 1)
     records, printed = start(config)
@@ -137,7 +116,7 @@ def test_a_step_that_is_not_finite_is_skipped_named_and_counted_across_a_resumpt
 
 
 def test_evaluation_is_the_loss_of_the_held_out_documents_whatever_the_seed(folder: Path) -> None:
-    config = run_config(folder, "evaluated", steps=4)
+    config = evaluated(folder, "evaluated", steps=4)
     records, printed = start(config)
     assert len(records) == 4 and all(record.mfu for record in records)
     evaluations = read_metrics(folder / "evaluated" / "evaluation.jsonl", EvaluationRecord)
@@ -173,7 +152,7 @@ def documents_in(batch: dict[str, Any]) -> list[str]:
 
 def test_evaluation_without_held_out_documents_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"evaluation.every \(3\) needs documents .* data.held_out is 0.0: set it"):
-        run_config(folder, "none", data=DataConfig(paths=(str(folder / "text"),)))
+        evaluated(folder, "none", data=DataConfig(paths=(str(folder / "text"),)))
 
 
 def test_evaluation_has_one_loss_on_every_mesh(folder: Path) -> None:
@@ -181,7 +160,7 @@ def test_evaluation_has_one_loss_on_every_mesh(folder: Path) -> None:
     losses = []
     for mesh_config in (MeshConfig(1, 2, 1), MeshConfig(1, 2, 1, tp=2, pp=2)):
         model = dataclasses.replace(TINY, vocab_size=VOCAB_SIZE)
-        config = run_config(folder, "meshes", mesh=mesh_config, model=model)
+        config = evaluated(folder, "meshes", mesh=mesh_config, model=model)
         mesh = make_mesh(mesh_config, jax.devices()[: mesh_config.devices])
         blueprint = plan_state(config, mesh)
         losses.append(open_evaluation(config, mesh, blueprint).run(blueprint.init()["params"], 0))

@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from train_base import LENGTHS, TINY, TINY_MOE, batch_of, qwen3_logits, random_params, run, tiny_spec
+from train_base import (
+    LENGTHS,
+    TINY,
+    TINY_MOE,
+    assert_logits_of_documents_alone,
+    batch_of,
+    random_params,
+    run,
+    tiny_spec,
+)
 
 from libra_jax.attention import libra_attention
 from libra_jax.data import DataConfig
@@ -63,15 +72,9 @@ def test_every_rank_works_on_its_own_heads_and_gives_their_bits(explicit: bool) 
 def test_logits_equal_those_of_each_document_alone(model: str, mesh_of: MeshConfig) -> None:
     config, spec, mesh = MODELS[model], own_heads(pool_size=mesh_of.pool_size, cp=mesh_of.cp), make_mesh(mesh_of)
     graph, params = random_params(config, spec, mesh)
-    batch = batch_of(spec) if mesh_of.sequences == 4 else batch_of(spec, lengths=LENGTHS[1:3])
-    logits = run(graph, params, batch)
-    for row, documents in enumerate(LENGTHS if mesh_of.sequences == 4 else LENGTHS[1:3]):
-        start = 0
-        for length in documents:
-            part = slice(start, start + length)
-            expected = qwen3_logits(params, batch.tokens[0, row, part], config)
-            np.testing.assert_allclose(logits[row, part], expected, rtol=0, atol=3e-5 * np.abs(expected).max())
-            start += length
+    lengths = LENGTHS if mesh_of.sequences == 4 else LENGTHS[1:3]
+    batch = batch_of(spec, lengths=lengths)
+    assert_logits_of_documents_alone(run(graph, params, batch), params, batch, config, lengths)
 
 
 @pytest.mark.parametrize("model", list(MODELS))

@@ -160,3 +160,16 @@ def run(graph: Any, params: Any, batch: Packed) -> np.ndarray:
 def batch_of(spec: PoolSpec, seed: int = 1, lengths: Sequence[Sequence[int]] = LENGTHS) -> Packed:
     tokens = np.random.default_rng(seed).integers(0, TINY.vocab_size, (len(lengths), spec.seq_len))
     return pack(lengths, tokens, spec)
+
+
+def assert_logits_of_documents_alone(
+    logits: np.ndarray, params: Any, batch: Packed, config: Qwen3Config, lengths: Sequence[Sequence[int]]
+) -> None:
+    """Logits of packed sequences equal those of each document alone, in float64. lengths: as the batch was packed."""
+    for row, documents in enumerate(lengths):
+        start = 0
+        for length in documents:
+            part = slice(start, start + length)
+            expected = qwen3_logits(params, batch.tokens[0, row, part], config)
+            np.testing.assert_allclose(logits[row, part], expected, rtol=0, atol=3e-5 * np.abs(expected).max())
+            start += length

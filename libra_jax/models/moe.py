@@ -243,8 +243,7 @@ def _transport(name: str | None, mesh: Mesh, ranks: int) -> str:
             "transport 'ppermute' cannot carry spread experts' tokens: pools go through different numbers of rounds, "
             "and XLA:CPU has all devices of the mesh meet at a permutation; use 'all_to_all', or None, which chooses"
         )
-    chosen = resolve_transport(name, mesh.devices.flat[0], ranks)
-    return "all_to_all" if chosen == "ppermute" else chosen
+    return resolve_transport(name, mesh.devices.flat[0], ranks, all_at_once=False)
 
 
 def _route(x: jax.Array, kernel: jax.Array, choices: int) -> tuple[jax.Array, jax.Array, jax.Array]:

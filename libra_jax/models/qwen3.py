@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from libra_jax.attention import LSE_NAME, OUT_NAME, SEQUENCE_SPEC, in_context
 from libra_jax.layers import LibraAttention, RMSNorm
-from libra_jax.models.axes import PIPELINE_AXIS, TENSOR_AXIS, tensor_ranks, token_spec
+from libra_jax.models.axes import TENSOR_AXIS, tensor_ranks, token_spec
 from libra_jax.models.fsdp import gather
 from libra_jax.models.moe import MixtureOfExperts, MoEConfig, Statistics, load_balancing_loss
 from libra_jax.models.vocabulary import chunked_cross_entropy_sum, look_up
@@ -145,13 +145,6 @@ class SwiGLU(nnx.Module):
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
 
 
-def _transport(mesh: jax.sharding.Mesh) -> str | None:
-    """None: the operator's own choice. All CPU devices of a mesh meet at a permutation, and stages of a pipeline do not
-    do the same at the same time."""
-    on_cpu = isinstance(mesh, jax.sharding.Mesh) and mesh.devices.flat[0].platform == "cpu"
-    return "all_to_all" if on_cpu and PIPELINE_AXIS in mesh.shape else None
-
-
 class Qwen3Layer(nnx.Module):
     """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x)), where the MLP may be a mixture of experts."""
 
@@ -168,7 +161,6 @@ class Qwen3Layer(nnx.Module):
             dtype=config.compute_dtype,
             kernel_init=_INIT,
             heads_axis=TENSOR_AXIS if TENSOR_AXIS in mesh.shape else None,
-            transport=_transport(mesh),
             rngs=rngs,
         )
         self.mlp_norm = RMSNorm(config.hidden_size, epsilon=config.norm_epsilon)

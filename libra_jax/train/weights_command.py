@@ -21,12 +21,11 @@ from libra_jax.data.durable import replace
 from libra_jax.models.hugging_face import CONFIG_FILE, config_from_hugging_face, weight_values
 from libra_jax.models.hugging_face_read import read_weights
 from libra_jax.models.hugging_face_write import COMPANIONS, refuse_existing, write_weights
+from libra_jax.train.checkpoint import whole_steps
 from libra_jax.train.config import MeshConfig, TrainConfig, fixed_values, refuse_changes
 from libra_jax.train.folder import RunFolder, hold_folder
 from libra_jax.train.mesh import make_mesh
 from libra_jax.train.step import plan_state
-
-_COMMITTED = "_CHECKPOINT_METADATA"  # Orbax writes this file last
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +56,7 @@ def import_weights(source: Path, config: TrainConfig, console: Console) -> None:
     differing = model_differences(source, config)
     mesh = mesh_of_all_devices()
     with hold_folder(Path(config.run_dir)) as folder:
-        if steps := whole_steps(folder):
+        if steps := whole_steps(folder.checkpoints):
             raise ValueError(
                 f"{folder.path} has a checkpoint of step {steps[-1]} already; give another --run-dir, or remove it"
             )
@@ -154,17 +153,9 @@ def export_weights(run_dir: Path, options: ExportOptions, config: TrainConfig, c
         _say(console, f"  {file}")
 
 
-def whole_steps(folder: RunFolder) -> list[int]:
-    """Steps of a run's whole checkpoints, in ascending order."""
-    if not folder.checkpoints.is_dir():
-        return []
-    names = (path.name for path in folder.checkpoints.iterdir() if (path / _COMMITTED).is_file())
-    return sorted(int(name) for name in names if name.isdigit())
-
-
 def choose_step(folder: RunFolder, step: int | None) -> int:
     """`step`, or the newest. Raises ValueError with the steps there are, if it is not among them."""
-    steps = whole_steps(folder)
+    steps = whole_steps(folder.checkpoints)
     if not steps:
         raise ValueError(f"{folder.checkpoints} has no whole checkpoint")
     if step is not None and step not in steps:
