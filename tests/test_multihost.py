@@ -35,7 +35,8 @@ from libra_jax.train.config import (
     TrainConfig,
 )
 
-STEPS = 12
+ENDLESS = 1_000_000
+"""Steps of a run that is interrupted: it cannot be faster than what interrupts it."""
 NEVER = 600.0
 
 
@@ -50,7 +51,7 @@ def job_config(folder: Path, name: str, devices: int) -> TrainConfig:
         checkpoint=CheckpointConfig(every=2),
         launch=LaunchConfig(step_timeout_seconds=NEVER),
         seq_len=256,
-        steps=STEPS,
+        steps=ENDLESS,
         run_dir=str(folder / name),
     )
 
@@ -141,15 +142,15 @@ def curve_of(path: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in record.items() if not vary.search(name)} for record in records]
 
 
-def left_alone(folder: Path, name: str, count: int) -> list[dict[str, Any]]:
-    with srun(folder, name, count) as job:
+def left_alone(folder: Path, name: str, count: int, steps: int) -> list[dict[str, Any]]:
+    with srun(folder, name, count, "--steps", str(steps)) as job:
         assert job.wait() == [0] * count, job.printed(0) + job.printed(1)
     assert f"in {count} processes, 1 devices in this one" in job.printed(0) and "Summary" in job.printed(0)
     for index in range(1, count):
         said = [line for line in job.printed(index).splitlines() if "[Gloo]" not in line]
         assert said == [], "only the first process prints"
     curve = curve_of(job.curve)
-    assert [record["step"] for record in curve] == list(range(1, STEPS + 1))
+    assert [record["step"] for record in curve] == list(range(1, steps + 1))
     assert curve[-1]["loss"] < curve[0]["loss"] - 1
     return curve
 
@@ -186,30 +187,32 @@ def preempt_one(folder: Path, name: str) -> None:
         for process in job.processes:
             os.killpg(process.pid, signal.SIGTERM)
         assert job.wait() == [75, 75], job.printed(0) + job.printed(1)
-    saved = re.search(rf"stopped by SIGTERM after step (\d+) of {STEPS}, which is saved. To go on: ", job.printed(0))
+    saved = re.search(rf"stopped by SIGTERM after step (\d+) of {ENDLESS}, which is saved. To go on: ", job.printed(0))
     assert saved and max(whole_steps(folder / name / "checkpoints")) == int(saved[1])
 
 
-def finish(folder: Path, name: str, count: int, whole: list[dict[str, Any]]) -> None:
-    with srun(folder, name, count) as job:
+def finish(folder: Path, name: str, count: int) -> list[dict[str, Any]]:
+    """Goes on for four steps more, and ends. Returns the curve."""
+    steps = max(whole_steps(folder / name / "checkpoints")) + 4
+    with srun(folder, name, count, "--steps", str(steps)) as job:
         assert job.wait() == [0] * count, job.printed(0) + job.printed(1)
     assert "going on from step" in job.printed(0)
-    assert curve_of(job.curve) == whole
-    assert max(whole_steps(folder / name / "checkpoints")) == STEPS
+    assert max(whole_steps(folder / name / "checkpoints")) == steps
+    return curve_of(job.curve)
 
 
 def test_two_processes_of_which_one_is_killed_and_then_both_are_preempted(folder: Path) -> None:
-    whole = left_alone(folder, "alone", 2)
     kill_one(folder, "broken", 2)
     preempt_one(folder, "broken")
-    finish(folder, "broken", 2, whole)
+    curve = finish(folder, "broken", 2)
+    assert curve == left_alone(folder, "alone", 2, len(curve))
 
 
 def test_four_processes_of_which_one_is_killed_and_then_one_hangs(folder: Path) -> None:
-    whole = left_alone(folder, "four alone", 4)
     kill_one(folder, "four", 4)
     hang_one(folder, "four", 4)
-    finish(folder, "four", 4, whole)
+    curve = finish(folder, "four", 4)
+    assert curve == left_alone(folder, "four alone", 4, len(curve))
 
 
 def test_what_one_process_cannot_do_ends_all_of_them_with_its_number(folder: Path) -> None:
