@@ -26,9 +26,11 @@ def programs_kept(path: Path) -> Iterator[None]:
     before = [getattr(jax.config, name) for name in names]
     for name, value in zip(names, (str(path / "compiled"), 0.0), strict=True):
         jax.config.update(name, value)
-    yield
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        for name, value in zip(names, before, strict=True):
+            jax.config.update(name, value)
 
 
 def config_of(pools: int, pool_size: int, cp: int, **changes: Any) -> TrainConfig:

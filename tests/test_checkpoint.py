@@ -21,11 +21,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
-from train_base import TINY
+from run_base import programs_kept, run_config
 
-from libra_jax.data import VOCAB_SIZE, DataConfig
 from libra_jax.train.checkpoint import Checkpoints, SaveFailed, whole_steps
-from libra_jax.train.config import AttentionConfig, CheckpointConfig, MeshConfig, OptimizerConfig, TrainConfig
+from libra_jax.train.config import CheckpointConfig, TrainConfig
 from libra_jax.train.folder import hold_folder
 from libra_jax.train.loop import Preempted, RunStopped, train
 from libra_jax.train.metrics import MetricsFile, StepRecord
@@ -172,19 +171,8 @@ def test_a_start_that_fails_leaves_no_folder_of_its_own(tmp_path: Path) -> None:
     assert (new / "metrics.jsonl").exists()
 
 
-def run_config(folder: Path, name: str, **changes: Any) -> TrainConfig:
-    fields = {
-        "model": dataclasses.replace(TINY, vocab_size=VOCAB_SIZE, num_layers=1),
-        "data": DataConfig(paths=(str(folder / "text"),)),
-        "mesh": MeshConfig(2, 2, 2),
-        "attention": AttentionConfig(block=8),
-        "optimizer": OptimizerConfig(learning_rate=1e-2, warmup_steps=2, decay_steps=100),
-        "checkpoint": CheckpointConfig(every=2),
-        "seq_len": 64,
-        "steps": 6,
-        "run_dir": str(folder / name),
-    }
-    return TrainConfig(**fields | changes)
+def six_steps(folder: Path, name: str) -> TrainConfig:
+    return run_config(folder, name, micro_steps=1, steps=6)
 
 
 def curve(records: list[StepRecord]) -> list[tuple[int, float, float]]:
@@ -196,13 +184,9 @@ def test_sigterm_saves_the_step_and_a_failed_background_write_stops_the_run(
 ) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("the cat sat " * 900)
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(tmp_path / "compiled"), 0.0), strict=True):
-        jax.config.update(name, value)
     quiet = Console(file=io.StringIO())
-    try:
-        whole = train(run_config(tmp_path, "whole"), quiet).records
+    with programs_kept(tmp_path):
+        whole = train(six_steps(tmp_path, "whole"), quiet).records
         append = MetricsFile.append
 
         def told_to_stop(self: MetricsFile, record: Any) -> None:
@@ -210,7 +194,7 @@ def test_sigterm_saves_the_step_and_a_failed_background_write_stops_the_run(
                 os.kill(os.getpid(), signal.SIGTERM)
             append(self, record)
 
-        config = run_config(tmp_path, "stopped")
+        config = six_steps(tmp_path, "stopped")
         with monkeypatch.context() as patch:
             patch.setattr(MetricsFile, "append", told_to_stop)
             with pytest.raises(Preempted) as stopped:
@@ -232,9 +216,6 @@ def test_sigterm_saves_the_step_and_a_failed_background_write_stops_the_run(
             with pytest.raises(RunStopped, match=message + r".* newest whole checkpoint is that of step 4"):
                 train(config, quiet)
         assert curve(train(config, quiet).records) == curve(whole)
-    finally:
-        for name, value in zip(names, before, strict=True):
-            jax.config.update(name, value)
 
 
 def test_a_checkpoint_that_is_torn_is_named_with_the_way_out(tmp_path: Path) -> None:
