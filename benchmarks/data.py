@@ -45,7 +45,7 @@ class Options:
 
     parts: tuple[Part, ...] = ("throughput", "scale", "hosts", "waiting", "prepare")
     corpora: tuple[str, ...] = CORPORA
-    """Distributions of document lengths, of those in benchmarks/lengths."""
+    """Distributions of document lengths, of those in libra_jax/data/distributions."""
     seq_lens: tuple[int, ...] = (2**18, 2**20)
     """Lengths of sequences; the first one is what more is asked of."""
     tokens: int = 2**28

@@ -1,7 +1,7 @@
 """How long the stages of a pipeline stand idle, with sequences as they were packed and with balanced ones. A model, no
 measurement: no GPU is involved.
 
-Draws sequences from benchmarks/lengths, gives them to the micro-steps of optimizer steps, prices each micro-step's
+Draws sequences from the distributions that ship with the package, gives them to the micro-steps of optimizer steps, prices each micro-step's
 attention with `libra_jax.modelled` and the rest of Qwen3-8B with benchmarks/step_model.py, and follows every stage
 through its ticks, as `libra_jax.train.pipeline` runs them.
 Run: python -m benchmarks.pipeline [--json FILE] [--report FILE] [--plot FILE]
@@ -24,8 +24,8 @@ import tyro
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from benchmarks.others.travel import travel
-from benchmarks.pipeline_schedule import follow, least_idle
+from libra_jax.policies.travel import travel
+from libra_jax.simulate.pipeline_events import follow, least_idle
 from benchmarks.pools import CORPORA, SETTINGS, Setting, sample_sequences, table_of
 from benchmarks.reporting import machine, markdown
 from benchmarks.step_model import FLOPS, Model, kernels

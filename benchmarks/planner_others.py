@@ -1,6 +1,6 @@
 """The tile planner beside others: the optimum on small pools, DistCA's greedy and the Libra paper's on real ones.
 
-Part one draws small pools (2 or 3 sequences, 4 or 6 ranks, blocks of 16,384 tokens) from benchmarks/lengths and makes
+Part one draws small pools (2 or 3 sequences, 4 or 6 ranks, blocks of 16,384 tokens) from libra_jax/data/distributions and makes
 up adversarial ones. A mixed-integer solver finds the least makespan, the fewest bytes at the planner's makespan, and
 the fewest for the busiest sender, each with a proven bound. Part two plans pools of benchmarks/planner.py with every
 policy. Host side only; SciPy is needed besides the package.
@@ -21,10 +21,10 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-from benchmarks.others.distca import distca
-from benchmarks.others.exact import Best, least_bytes, least_makespan
-from benchmarks.others.paper import paper_placer
-from benchmarks.others.travel import Travel, travel
+from libra_jax.policies.distca import distca
+from benchmarks.exact import Best, least_bytes, least_makespan
+from libra_jax.policies.paper import paper_placer
+from libra_jax.policies.travel import Travel, travel
 from benchmarks.pools import (
     CORPORA,
     HEADS,
@@ -156,7 +156,7 @@ one and two levels.
 The first table averages the figures of the second over corpora and heads. DistCA: greedy from servers with a surplus to
 servers with a deficit, with its tolerance; an attention server is a rank, or a node of 8 ranks that split the heads.
 Paper's placer: tiles of 8,192 tokens by one kv head, fewest extra bytes below a soft cap of the share of work. What is
-public of both, and how what is not was read, is in benchmarks/others/distca.py and paper.py; both are our own.
+public of both, and how what is not was read, is in libra_jax/policies/distca.py and paper.py; both are our own.
 """
 
 

@@ -1,5 +1,6 @@
-"""Pools as the benchmarks draw them, and what planning one of them gives: sequences from benchmarks/lengths, placed in
-pools, planned, and measured for balance, bytes, room, modelled time and planning time. Host side only, without jax.
+"""Pools as the benchmarks draw them, and what planning one of them gives: sequences of the distributions that ship with
+the package, placed in pools, planned, and measured for balance, bytes, room, modelled time and planning time. Host side
+only, without jax.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich import box
 from rich.table import Table
 
+from libra_jax.data.lengths import DISTRIBUTIONS
 from libra_jax.links import Links
 from libra_jax.modelled import PlanCounts, counted_seconds, plan_counts
 from libra_jax.placement import place
@@ -23,7 +24,7 @@ from libra_jax.plan import Plan
 from libra_jax.spec import Capacity, PoolSpec, head_parallel_capacity
 from libra_jax.workload import CostModel, sequence_seconds
 
-LENGTHS = Path(__file__).parent / "lengths"
+LENGTHS = DISTRIBUTIONS
 CORPORA = ("lognormal-644-71k", "short-bulk-long-tail", "wikipedia")
 HEADS = ((32, 8), (32, 4), (64, 4))  # query heads, kv heads
 NODE = 8
@@ -77,7 +78,7 @@ SETTINGS = (Setting("256K", 262_144, 8, 128), Setting("1M", 1_048_576, 16, 32))
 
 def sample_sequences(corpus: str, seq_len: int, count: int, seed: int) -> list[list[int]]:
     """`count` sequences, full of documents of lengths drawn from the corpus; one that does not fit is split."""
-    quantiles = json.loads((LENGTHS / f"{corpus}.json").read_text())
+    quantiles = json.loads((DISTRIBUTIONS / f"{corpus}.json").read_text())
     rng = np.random.default_rng(seed)
     total, ends = count * seq_len, [np.arange(seq_len, count * seq_len + 1, seq_len)]
     position = 0

@@ -229,6 +229,19 @@ def inspect(args: list[str]) -> int:
         return _complain(error, 2)
 
 
+def simulate(args: list[str]) -> int:
+    import tyro
+
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # read when JAX is first imported
+    from libra_jax.simulate import command
+
+    options = tyro.cli(command.SimulateOptions, args=args, prog=f"{program()} simulate")
+    try:
+        return command.run(options)
+    except (ValueError, OSError) as error:
+        return _complain(error, 2)
+
+
 def prepare(args: list[str]) -> int:
     import dataclasses
     from inspect import cleandoc
@@ -326,6 +339,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "prepare": ("tokenise text once, for training at any sequence length", prepare),
     "import": ("start a run from the weights of a Hugging Face folder", import_weights),
     "export": ("write a run's weights as a Hugging Face folder", export_weights),
+    "simulate": ("say what training takes on a cluster, under Libra and others, and whether it pays", simulate),
     "inspect": ("show how skewed a corpus is, and what that costs", inspect),
 }
 

@@ -5,7 +5,7 @@ it is hidden in a function. The layers, each seeing only those before it:
     routing, tables, table_checks, modelled, memory, plan           host side: NumPy only, never jax
     hlo, schedule                                                   text of compiled programs: nothing but Python
     targets, processes, exchange, relays, waves, attention, rope, layers  device side
-    data (host side only), models, train, preflight, cli
+    data (host side only), policies (host side only), models, train, preflight, simulate, cli
 
 `libra_kernels` stands alone on jax. Nothing that ships imports benchmarks, tests or configs.
 """
@@ -59,8 +59,10 @@ LAYERS: dict[str, tuple[list[str], set[str]]] = {
         {"numpy", "jax", "jaxtyping", "flax", "optax", "orbax", "grain", "rich", "tensorboardX"},
     ),
     "preflight": ([*HOST, *TEXT, *DEVICE, "models", "train"], {"numpy", "jax", "rich"}),
+    "policies": (HOST, {"numpy"}),
+    "simulate": ([*HOST, "data", "policies", "models", "train"], {"numpy", "matplotlib", "rich"}),
     "cli": (
-        [*HOST, *TEXT, *DEVICE, "data", "plots", "inspect_corpus", "models", "train", "preflight"],
+        [*HOST, *TEXT, *DEVICE, "data", "plots", "inspect_corpus", "models", "train", "preflight", "simulate"],
         {"rich", "tyro"},
     ),
 }

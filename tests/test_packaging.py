@@ -80,7 +80,7 @@ def test_wheel_holds_both_packages_and_nothing_else(source: Path, fresh_python: 
     expected = {
         f"{package}/{path.relative_to(folder).as_posix()}"
         for package, folder in PACKAGES.items()
-        for pattern in ("*.py", "py.typed")
+        for pattern in ("*.py", "py.typed", "distributions/*.json")
         for path in folder.rglob(pattern)
     }
     assert {"libra_jax/py.typed", "libra_kernels/py.typed"} <= expected

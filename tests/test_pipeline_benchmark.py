@@ -16,7 +16,7 @@ from benchmarks.pipeline import (
     reordered,
     steps_row,
 )
-from benchmarks.pipeline_schedule import follow, least_idle, ticks_of
+from libra_jax.simulate.pipeline_events import follow, least_idle, ticks_of
 from benchmarks.pools import SETTINGS
 from benchmarks.step_model import Model, kernels, step_seconds
 from libra_jax import Links, plan_pool, planner

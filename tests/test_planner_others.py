@@ -12,10 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from planner_base import BLOCK, pages_of, rank_work
 
-from benchmarks.others.distca import distca
-from benchmarks.others.exact import least_bytes, least_makespan
-from benchmarks.others.paper import paper_placer
-from benchmarks.others.travel import travel
+from libra_jax.policies.distca import distca
+from benchmarks.exact import least_bytes, least_makespan
+from libra_jax.policies.paper import paper_placer
+from libra_jax.policies.travel import travel
 from benchmarks.planner_others import (
     Options,
     adversarial,

@@ -18,6 +18,8 @@ from libra_jax.data.corpora import stored_documents
 from libra_jax.data.documents import text_files
 from libra_jax.workload import check_lengths
 
+DISTRIBUTIONS = Path(__file__).parent / "distributions"
+"""Quantiles of document lengths that ship with the package; each file notes its source."""
 _ANY = int(np.iinfo(np.int64).max)
 _DRAW = 100_000  # documents drawn from quantiles at a time
 _QUANTILES = ("probability", "length_tokens")
@@ -79,6 +81,24 @@ def read_lengths(
     if lengths.size == 0:
         raise ValueError(f"{path}: it holds no document length")
     return lengths
+
+
+def distribution_names() -> list[str]:
+    """What `find_lengths` knows by name."""
+    return sorted(path.stem for path in DISTRIBUTIONS.glob("*.json"))
+
+
+def find_lengths(name: str | os.PathLike) -> Path:
+    """A path as it is, if there is something; else the shipped distribution of that name.
+
+    Raises FileNotFoundError with the names there are.
+    """
+    path = Path(name)
+    if path.exists() or path.with_name(f"{path.name}.idx").is_file():
+        return path
+    if str(name) in distribution_names():
+        return DISTRIBUTIONS / f"{name}.json"
+    raise FileNotFoundError(f"{name}: no such file or folder, nor one of {', '.join(distribution_names())}")
 
 
 def holds_quantiles(path: str | os.PathLike, kind: str = "auto") -> bool:

@@ -1,0 +1,260 @@
+"""What the cluster model says one should do: whether Libra pays, with which settings, and from which skew on.
+
+Every answer is a comparison of modelled steps, and says of which. Differences below `WORTH` are taken as none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from libra_jax.data.packing import cut
+from libra_jax.policies.base import RunShape
+from libra_jax.policies.names import known
+from libra_jax.policies.packed import Order, libra
+from libra_jax.simulate.constants import kernel
+from libra_jax.simulate.step import Setting
+from libra_jax.simulate.study import Outcome, compare, outcome, sample_steps
+
+Batches = Sequence[Sequence[Sequence[int]]]
+
+WORTH = 0.02
+"""Share of a step's time from which a difference counts."""
+POOLS = (1, 2, 4, 8, 16, 32)
+TOLERANCES = (0.001, 0.003, 0.01, 0.03)
+WAVES = (4, 6, 8)
+ALTERNATIVES = ("ulysses-sorted", "context-parallel", "per-document")
+"""What break-evens are also compared with: the best without pools for long, short and middling documents."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """A setting, and the share of the ideal that its steps reach; None: it does not fit in memory."""
+
+    pool_size: int
+    cp: int
+    dp: int
+    tolerance: float
+    waves: int
+    efficiency: float | None
+    memory: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Recommendation:
+    """best: what to use. reason: why, in a sentence. tried: everything that was looked at, the asked one first."""
+
+    best: Tried
+    reason: str
+    tried: tuple[Tried, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """pays: whether Libra is worth it. best_other: the fastest policy without pools that keeps every step's documents,
+    and gain: how many times as fast Libra is. sentence: all of it in words."""
+
+    pays: bool
+    best_other: str
+    gain: float
+    sentence: str
+
+
+@dataclasses.dataclass(frozen=True)
+class BreakEven:
+    """A corpus with all documents cut to `longest` tokens: what Libra gains over the best other policy, and how heavy
+    the heaviest sequence of a step is over the mean."""
+
+    longest: int
+    gain: float
+    best_other: str
+    heaviest: float
+
+
+def verdict(outcomes: Sequence[Outcome], ours: str) -> Verdict:
+    """Of policies over the same steps, all with the same kernels.
+
+    Compared are policies that keep every step's documents and pool no attention: what one would run without Libra.
+    Others that are faster than these are named beside it: global pools, and those that hold documents back, whose price
+    for a run's loss is not modelled. Raises ValueError where there is nothing to compare with.
+    """
+    mine = next(each for each in outcomes if each.policy == ours)
+    plain = [each for each in outcomes if is_plain(each.policy)]
+    if not plain:
+        raise ValueError("a verdict needs a policy, beside Libra, that keeps every step's documents and pools nothing")
+    best = max(plain, key=lambda each: each.efficiency)
+    gain = mine.efficiency / best.efficiency
+    pays = gain >= 1 + WORTH
+    against = f"with {best.policy}, the best without pools"
+    if pays:
+        sentence = f"Libra pays here, with equal kernels: steps are {gain:.2f} times as fast as {against}"
+    else:
+        only = "only " if gain >= 1 else ""
+        sentence = (
+            f"Libra does not pay here: with equal kernels its steps are {only}{gain:.3f} times as fast as {against}, "
+            f"and less than {WORTH:.0%} more counts as nothing"
+        )
+    notes = []
+    for each in outcomes:
+        if each.policy == "ulysses" and each is not best:
+            notes.append(f"{mine.efficiency / each.efficiency:.2f} times as fast as plain packing with Ulysses")
+        elif each not in plain and not each.policy.startswith("libra") and each.efficiency > best.efficiency:
+            why = (
+                "one pool of all sequences"
+                if known(each.policy).keeps
+                else "which holds documents back or regroups them"
+            )
+            notes.append(f"{mine.efficiency / each.efficiency:.2f} times as fast as {each.policy}, {why}")
+    return Verdict(pays, best.policy, gain, "; ".join([sentence, *notes]) + ".")
+
+
+def is_plain(name: str) -> bool:
+    """Whether a policy is what one would run without Libra: it keeps a step's documents and pools no attention."""
+    return known(name).keeps and not known(name).pools
+
+
+def with_own_kernels(batches: Batches, setting: Setting, other: str, pool_size: int) -> float:
+    """How many times as fast Libra is on Triton's published speed, when `other` runs FlashAttention-3: by MFU."""
+    mfu = []
+    for name, kernels in ((f"libra:{pool_size}", "triton"), (other, "fa3")):
+        cost = kernel(kernels, setting.table)[0]
+        priced = dataclasses.replace(setting, cost=cost, run=dataclasses.replace(setting.run, cost=cost))
+        found = next(compare([name], batches, priced))
+        mfu.append(sum(step.flops for step in found.steps) / sum(step.step for step in found.steps))
+    return mfu[0] / mfu[1]
+
+
+def recommend(
+    batches: Batches, setting: Setting, pool_size: int, progress: Callable[[str], None] | None = None
+) -> Recommendation:
+    """Looks for the settings with the fastest steps on this many GPUs: pool size, then cp, tolerance and waves, one
+    after the other from the asked ones. Of settings within half a percent, the smaller pool, the asked cp, the larger
+    tolerance and the fewer waves."""
+    order: Order = "all" if setting.pp > 1 else "pools"
+    tried: dict[tuple[int, int, float, int], Tried] = {}
+
+    def attempt(pool: int, cp: int, tolerance: float, waves: int) -> Tried:
+        key = pool, cp, tolerance, waves
+        if key not in tried:
+            if progress is not None:
+                progress(f"pool {pool}, cp {cp}, tolerance {tolerance:g}, waves {waves}")
+            run = _reshaped(setting.run, cp)
+            here = dataclasses.replace(setting, run=run)
+            policy = libra(pool, order=order, tolerance=tolerance, waves=waves)
+            found = outcome("libra", policy, batches, here)
+            memory = max(step.memory for step in found.steps)
+            fits = memory <= setting.table["memory"].value
+            tried[key] = Tried(pool, cp, run.dp, tolerance, waves, found.efficiency if fits else None, memory)
+        return tried[key]
+
+    cp, tolerance, waves = setting.run.cp, 0.003, 6
+    asked = attempt(pool_size, cp, tolerance, waves)
+    pools = [attempt(pool, cp, tolerance, waves) for pool in POOLS if setting.run.dp % pool == 0]
+    best = _first_good(pools)
+    sizes = [best, *(attempt(best.pool_size, c, tolerance, waves) for c in _cps(setting.run, best.pool_size))]
+    best = _first_good(sizes)
+    best = _first_good([attempt(best.pool_size, best.cp, each, waves) for each in sorted(TOLERANCES, reverse=True)])
+    best = _first_good([attempt(best.pool_size, best.cp, best.tolerance, each) for each in WAVES])
+    return Recommendation(best, _reason(best, pools, sizes, asked, setting), tuple(tried.values()))
+
+
+def _reshaped(run: RunShape, cp: int) -> RunShape:
+    """The same GPUs and sequences with another cp."""
+    dp = run.ranks // cp
+    return dataclasses.replace(run, cp=cp, dp=dp, micro_steps=run.sequences // dp)
+
+
+def _cps(run: RunShape, pool_size: int) -> list[int]:
+    """Half and twice the cp, where GPUs and sequences come out even."""
+    found = []
+    for cp in (run.cp // 2, run.cp * 2):
+        if cp and run.ranks % cp == 0 and run.seq_len % (cp * run.block) == 0:
+            dp = run.ranks // cp
+            if dp % pool_size == 0 and run.sequences % dp == 0:
+                found.append(cp)
+    return found
+
+
+def _first_good(candidates: Sequence[Tried]) -> Tried:
+    """The first that is within half a percent of the fastest that fits; the one with least memory where none does."""
+    fit = [each for each in candidates if each.efficiency is not None]
+    if not fit:
+        return min(candidates, key=lambda each: each.memory)
+    most = max(each.efficiency or 0.0 for each in fit)
+    return next(each for each in fit if (each.efficiency or 0.0) >= 0.995 * most)
+
+
+def _reason(best: Tried, pools: Sequence[Tried], sizes: Sequence[Tried], asked: Tried, setting: Setting) -> str:
+    if best.efficiency is None:
+        return (
+            f"nothing that was tried fits in {setting.table['memory'].value:g} GiB: the least needs {best.memory:.0f}"
+        )
+    smaller = [each for each in pools if each.pool_size < best.pool_size and each.efficiency is not None]
+    larger = [each for each in pools if each.pool_size > best.pool_size and each.efficiency is not None]
+    parts = []
+    if smaller:
+        loss = 1 - (smaller[-1].efficiency or 0) / best.efficiency
+        parts.append(f"pools of {smaller[-1].pool_size} are {loss:.1%} slower")
+    if larger:
+        top = max(larger, key=lambda each: each.efficiency or 0)
+        more = (top.efficiency or 0) / best.efficiency - 1
+        gains = f"gain {more:.1%} and need" if more > 0 else f"lose {-more:.1%} and need"
+        parts.append(f"pools of {top.pool_size} {gains} exchange among more nodes")
+    for each in sizes:
+        if each.cp != best.cp:
+            what = (
+                f"needs {each.memory:.0f} GiB"
+                if each.efficiency is None
+                else f"is {abs(1 - each.efficiency / best.efficiency):.1%} "
+                + ("slower" if each.efficiency < best.efficiency else "faster")
+            )
+            parts.append(f"cp {each.cp} {what}")
+    if asked.efficiency is None:
+        parts.append(f"what was asked for needs {asked.memory:.0f} GiB")
+    elif asked != best:
+        parts.append(f"what was asked for is {1 - asked.efficiency / best.efficiency:.1%} slower")
+    return "; ".join(parts) or "there is nothing else to choose from"
+
+
+def break_even(
+    lengths: np.ndarray,
+    setting: Setting,
+    others: Sequence[str],
+    pool_size: int,
+    steps: int = 2,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> list[BreakEven]:
+    """Gains on the corpus with its documents cut shorter and shorter: to the sequence, to half of it, and so on to a
+    64th. others: policies to compare with: the plain ones of them (`is_plain`) and `ALTERNATIVES`."""
+    kept = list(dict.fromkeys([*(name for name in others if is_plain(name)), *ALTERNATIVES]))
+    found = []
+    for halvings in range(7):
+        longest = setting.run.seq_len // 2**halvings
+        if progress is not None:
+            progress(f"documents of at most {longest:,} tokens")
+        batches = sample_steps(cut(lengths, longest).length, setting.run, steps, seed)
+        outcomes = list(compare([*kept, f"libra:{pool_size}"], batches, setting))
+        best = max(outcomes[:-1], key=lambda each: each.efficiency)
+        heaviest = float(np.mean([step.heaviest for step in outcomes[0].steps]))
+        found.append(BreakEven(longest, outcomes[-1].efficiency / best.efficiency, best.policy, heaviest))
+    return found
+
+
+def break_even_sentence(points: Sequence[BreakEven]) -> str:
+    """From which skew on Libra pays, in words."""
+    paying = [point for point in points if point.gain >= 1 + WORTH]
+    if not paying:
+        return f"Libra gains {WORTH:.0%} at no length of documents that was looked at."
+    least = paying[-1]
+    below = [point for point in points if point.longest < least.longest]
+    sentence = (
+        f"Libra gains {WORTH:.0%} or more once documents reach {least.longest:,} tokens, where a step's heaviest "
+        f"sequence has {least.heaviest:.1f} times the mean attention"
+    )
+    if below:
+        sentence += f"; with documents up to {below[0].longest:,} tokens ({below[0].heaviest:.1f} times) it gains "
+        sentence += f"{below[0].gain - 1:.1%}"
+    return sentence + "."

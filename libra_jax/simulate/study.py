@@ -1,0 +1,117 @@
+"""Policies side by side: the same sampled steps through each, priced, and summed up as mean and percentiles."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from libra_jax.data.packing import PackedDocuments
+from libra_jax.policies import names
+from libra_jax.policies.base import Changed, Policy, RunShape, StepPlan, changed
+from libra_jax.policies.packed import Pools
+from libra_jax.simulate.step import Setting, StepResult, simulate_step
+
+Spread = tuple[float, float, float]
+"""Mean, 5th and 95th percentile."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """A policy over all sampled steps.
+
+    policy: its name. steps: results, one a step. changed: documents left out and from elsewhere, summed over steps.
+    documents: of all steps as they were handed in. waiting: tokens held back after the last step.
+    """
+
+    policy: str
+    steps: tuple[StepResult, ...]
+    changed: Changed
+    documents: int
+    waiting: int
+
+    def numbers(self, setting: Setting) -> dict[str, Spread]:
+        """Mean, 5th and 95th percentile of every number of `StepResult.numbers`."""
+        each = [step.numbers(setting.gpus, setting.table["peak"].value) for step in self.steps]
+        return {name: spread([values[name] for values in each]) for name in each[0]}
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Of the whole run: policies that hold documents back have steps of unlike size."""
+        return sum(step.step for step in self.steps) / max(sum(step.tokens for step in self.steps), 1)
+
+    @property
+    def efficiency(self) -> float:
+        """Ideal time over modelled time, of all steps together."""
+        return sum(step.ideal for step in self.steps) / sum(step.step for step in self.steps)
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """Shares of the time of all steps."""
+        total = sum(step.step for step in self.steps)
+        return {name: sum(step.losses[name] for step in self.steps) / total for name in self.steps[0].losses}
+
+
+def spread(values: Sequence[float]) -> Spread:
+    low, high = np.quantile(values, [0.05, 0.95])
+    return float(np.mean(values)), float(low), float(high)
+
+
+def sample_steps(lengths: np.ndarray, run: RunShape, steps: int, seed: int = 0) -> list[list[list[int]]]:
+    """Packed sequences of `steps` optimizer steps, as the loader would serve them: documents in random order, those
+    longer than a sequence cut, packed first fit, the sequences in random order.
+
+    Raises ValueError where there are fewer documents than that, with both numbers of tokens.
+    """
+    wanted = steps * run.sequences * run.seq_len
+    if lengths.sum() < 1.01 * wanted:
+        raise ValueError(
+            f"{steps} steps of {run.sequences} sequences of {run.seq_len:,} tokens need {wanted:,} tokens and 1% more, "
+            f"but the documents have {int(lengths.sum()):,}"
+        )
+    rng = np.random.default_rng(seed)
+    shuffled = rng.permutation(lengths)
+    enough = int(np.searchsorted(np.cumsum(shuffled), 1.01 * wanted)) + 1
+    packed = PackedDocuments(shuffled[:enough], run.seq_len, seed=seed)
+    chosen = rng.permutation(len(packed))[: steps * run.sequences]
+    if len(chosen) < steps * run.sequences:
+        raise ValueError(f"{steps * run.sequences} sequences are asked for, and the documents fill {len(chosen)}")
+    found = {int(i): packed.lengths(int(i)).tolist() for i in np.sort(chosen)}  # a window is packed once
+    sequences = [found[int(i)] for i in chosen]
+    return [sequences[i * run.sequences :][: run.sequences] for i in range(steps)]
+
+
+def outcome(
+    name: str, policy: Policy, batches: Sequence[Sequence[Sequence[int]]], setting: Setting, warm_up: int = 0
+) -> Outcome:
+    """One policy through all steps, in order. warm_up: so many at the front are planned, to fill delay queues, and not
+    priced."""
+    if setting.network.strided and isinstance(policy, Pools):
+        policy = dataclasses.replace(policy, relays=False)  # relays serve ranks that share a node
+    found: list[StepResult] = []
+    total, documents, plan = Changed(0, 0, 0, 0), 0, StepPlan([])
+    for number, sequences in enumerate(batches):
+        plan = policy.step(sequences, setting.run)
+        if number < warm_up:
+            continue
+        found.append(simulate_step(plan, setting))
+        total = Changed(*(a + b for a, b in zip(total, changed(plan, sequences), strict=True)))
+        documents += sum(map(len, sequences))
+    return Outcome(name, tuple(found), total, documents, sum(plan.waiting))
+
+
+def compare(
+    policies: Sequence[str],
+    batches: Sequence[Sequence[Sequence[int]]],
+    setting: Setting,
+    warm_up: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> Iterator[Outcome]:
+    """Every policy, by name (`policies.names`), over the same steps. warm_up: steps at the front for policies that hold
+    documents back; the others begin after them."""
+    for name in policies:
+        if progress is not None:
+            progress(name)
+        holds = "-delay" in name
+        yield outcome(name, names.policy(name), batches if holds else batches[warm_up:], setting, warm_up * holds)
