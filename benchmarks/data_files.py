@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.pools import LENGTHS
 from libra_jax.data.documents import package_folder, text_files
+from libra_jax.data.lengths import DISTRIBUTIONS
 
 VOCABULARY = 151_936
 """Of Qwen3's tokenizer, unless a text's own is used."""
@@ -23,7 +23,7 @@ _PIECE = 2**22
 
 def draw_lengths(corpus: str, tokens: int, rng: np.random.Generator) -> np.ndarray:
     """Document lengths that add up to `tokens`, (documents,) int64; the last document ends where there are enough."""
-    quantiles = json.loads((LENGTHS / f"{corpus}.json").read_text())
+    quantiles = json.loads((DISTRIBUTIONS / f"{corpus}.json").read_text())
     parts, total = [], 0
     while total < tokens:
         drawn = np.interp(rng.random(100_000), quantiles["probability"], quantiles["length_tokens"])
@@ -38,7 +38,7 @@ def draw_lengths(corpus: str, tokens: int, rng: np.random.Generator) -> np.ndarr
 
 def write_lengths(path: Path, corpus: str, documents: int, seed: int) -> None:
     """A .npy of uint32 lengths, drawn from 2**22 quantiles, which is quick."""
-    quantiles = json.loads((LENGTHS / f"{corpus}.json").read_text())
+    quantiles = json.loads((DISTRIBUTIONS / f"{corpus}.json").read_text())
     points = np.interp(np.linspace(0, 1, _PIECE), quantiles["probability"], quantiles["length_tokens"])
     table, rng = np.maximum(points, 1).astype(np.uint32), np.random.default_rng(seed)
     lengths = np.lib.format.open_memmap(path, "w+", np.uint32, (documents,))

@@ -171,9 +171,11 @@ def start(options: Options) -> tuple[Mesh, TrainConfig]:
     """Joins the other processes, if there are any, and lays out the devices. Raises ValueError as these do."""
     wanted = MeshConfig(cpu_devices=options.cpu_devices)
     launch = None
+    given = options.coordinator, options.num_processes, options.process_id, options.local_device_ids
     if options.multihost is not None:
-        given = options.coordinator, options.num_processes, options.process_id, options.local_device_ids
         launch = find_launch(options.multihost, os.environ, *given)
+    elif any(value is not None for value in given):
+        raise ValueError("who is who among several processes needs --multihost beside it")
     elif sign := several_were_started(os.environ):
         raise ValueError(f"{sign} processes were started together; --multihost makes them one run")
     if options.cpu_devices is not None:

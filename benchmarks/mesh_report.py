@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ batch, from one start, with weights finite after them.
 - tokens/s: real tokens of a step over the training step's time (or both ways, without one).
 - imbalance: pages visited by the busiest rank of a pool over the mean, the plan's own number.
 - busiest ms, busy imbalance: each rank's own kernels, forward and backward, run alone on one device: the slowest rank's
-  time, and that over the mean of all ranks. Measured, with no exchange and nobody to wait for.
+  time, and that over the mean of all ranks. Measured, the least of the rounds, with no exchange and nobody to wait for.
 - sends: bytes of a layer's forward pass, both ways, of the busiest rank and of the mean one, from the plan.
 - modelled over base: seconds of a layer's attention, forward and backward, by the cost model and the links (H100s
   unless a cost model is given), documents and blocks being as long as before their lengths were divided.
@@ -56,7 +57,13 @@ CPU_LIMIT = (
 def notes(planned: Mapping[str, Planned], platform: str) -> list[str]:
     """What a policy's plans lack in a default room, and what the numbers do not say."""
     lacks = [f"{name}: in a spec's default room {policy.lack}." for name, policy in planned.items() if policy.lack]
-    return [*lacks, *LIMITS, *([CPU_LIMIT] if platform == "cpu" else [])]
+    if platform != "cpu":
+        return [*lacks, *LIMITS]
+    load = (
+        f"At the end {os.getloadavg()[2]:.1f} threads wanted one of the {os.cpu_count()} cores, this run's own among "
+        "them (mean of 15 minutes). What other programs took is in the ±."
+    )
+    return [*lacks, *LIMITS, CPU_LIMIT, load]
 
 
 def correctness(rows: Sequence[Row]) -> Lines:

@@ -24,8 +24,6 @@ import tyro
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from libra_jax.policies.travel import travel
-from libra_jax.simulate.pipeline_events import follow, least_idle
 from benchmarks.pools import CORPORA, SETTINGS, Setting, sample_sequences, table_of
 from benchmarks.reporting import machine, markdown
 from benchmarks.step_model import FLOPS, Model, kernels
@@ -33,6 +31,8 @@ from libra_jax import planner
 from libra_jax.links import Links
 from libra_jax.modelled import PlanSeconds, counted_seconds
 from libra_jax.placement import place
+from libra_jax.policies.travel import travel
+from libra_jax.simulate.pipeline_events import follow, least_idle
 from libra_jax.spec import PoolSpec
 from libra_jax.train.pipeline import Schedule, kept_inputs
 from libra_jax.workload import block_pages, sequence_seconds

@@ -21,10 +21,7 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-from libra_jax.policies.distca import distca
 from benchmarks.exact import Best, least_bytes, least_makespan
-from libra_jax.policies.paper import paper_placer
-from libra_jax.policies.travel import Travel, travel
 from benchmarks.pools import (
     CORPORA,
     HEADS,
@@ -46,6 +43,9 @@ from libra_jax.modelled import counted_seconds
 from libra_jax.placement import place
 from libra_jax.plan import plan_pool
 from libra_jax.planner import Policy
+from libra_jax.policies.distca import distca
+from libra_jax.policies.paper import paper_placer
+from libra_jax.policies.travel import Travel, travel
 from libra_jax.spec import PoolSpec
 from libra_jax.workload import block_pages, sequence_seconds
 

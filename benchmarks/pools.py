@@ -24,7 +24,6 @@ from libra_jax.plan import Plan
 from libra_jax.spec import Capacity, PoolSpec, head_parallel_capacity
 from libra_jax.workload import CostModel, sequence_seconds
 
-LENGTHS = DISTRIBUTIONS
 CORPORA = ("lognormal-644-71k", "short-bulk-long-tail", "wikipedia")
 HEADS = ((32, 8), (32, 4), (64, 4))  # query heads, kv heads
 NODE = 8

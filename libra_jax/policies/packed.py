@@ -76,13 +76,17 @@ class Pools:
         if run.dp % size:
             raise ValueError(f"pool_size ({size}) must divide dp ({run.dp})")
         spec = run.spec(size, waves=self.waves, relays=self.relays, room=self.room)
+        start = time.process_time()
+        dealt = slots(sequences, spec, run, self.order)
+        placing = (time.process_time() - start) / (dealt.shape[0] * dealt.shape[1])
         return StepPlan([
-            [self._group([sequences[i] for i in pool], spec) for pool in micro_step]
-            for micro_step in slots(sequences, spec, run, self.order)
+            [self._group([sequences[i] for i in pool], spec, placing) for pool in micro_step] for micro_step in dealt
         ])  # fmt: skip
 
-    def _group(self, sequences: Sequences, spec: PoolSpec) -> Group:
-        group = dataclasses.replace(planned_group(sequences, spec, self.assignment), exchange=self.exchange)
+    def _group(self, sequences: Sequences, spec: PoolSpec, placing_seconds: float) -> Group:
+        group = planned_group(sequences, spec, self.assignment)
+        seconds = group.planning_seconds + placing_seconds
+        group = dataclasses.replace(group, exchange=self.exchange, planning_seconds=seconds)
         if self.room is None and group.executor is not None:
             first_page, num_pages = pages_of(sequences, spec)
             if travel(group.executor, first_page, num_pages, spec).lack is not None:
@@ -130,8 +134,8 @@ class Sharded:
 def ulysses(order: Order = None) -> Pools:
     """Heads dealt to the ranks of each sequence (DeepSpeed Ulysses, arXiv 2309.14509). One all-to-all before attention
     and one after: nothing runs beside them. Known limit: with more ranks than kv heads a head's blocks are shared by
-    several ranks, which then send its pages more than once."""
-    return Pools(head_parallel, order=order, waves=1, room=ROOMY)
+    several ranks, which then send its pages more than once. Room for this plan and no other."""
+    return Pools(head_parallel, order=order, waves=1, room=0.0)
 
 
 def plain_context_parallel() -> Pools:

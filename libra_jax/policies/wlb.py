@@ -14,8 +14,8 @@ of which no code is public. Written anew from what is:
 Where it leaves a choice, the reading that is best for it:
 
 - The paper's listing keeps bins below the cap; here a bin may be as long, or sequences as long as the cap never fit.
-- Thresholds are not printed; there they are tuned on a sample of documents. Here there are two, as many as its table
-  has use for, at 0.35 and 0.7 of a sequence: lognormal lengths then come to the imbalance it reports, 1.05.
+- Thresholds are not printed; there they are tuned on a sample of documents. Here there are two queues, as many as its
+  table has use for, with thresholds evenly spaced over a sequence; the report shows others.
 - Which bins share a micro-step, it does not say. See `WLB`.
 - Kernels are predicted from pages and blocks, where the paper looks profiled shapes up.
 
@@ -65,7 +65,7 @@ class WLB:
         delay: bool = True,
         order: Literal["shuffled", "sorted"] = "shuffled",
         sharding: Sharding = "adaptive",
-        thresholds: Sequence[float] = (0.35, 0.7),
+        thresholds: Sequence[float] = (1 / 3, 2 / 3),
         seed: int = 0,
     ) -> None:
         if not (math.isfinite(cap) and cap >= 1):

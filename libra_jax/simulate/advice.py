@@ -15,7 +15,7 @@ from libra_jax.policies.base import RunShape
 from libra_jax.policies.names import known
 from libra_jax.policies.packed import Order, libra
 from libra_jax.simulate.constants import kernel
-from libra_jax.simulate.step import Setting
+from libra_jax.simulate.step import Setting, heaviest_over_mean
 from libra_jax.simulate.study import Outcome, compare, outcome, sample_steps
 
 Batches = Sequence[Sequence[Sequence[int]]]
@@ -151,7 +151,8 @@ def recommend(
 
     cp, tolerance, waves = setting.run.cp, 0.003, 6
     asked = attempt(pool_size, cp, tolerance, waves)
-    pools = [attempt(pool, cp, tolerance, waves) for pool in POOLS if setting.run.dp % pool == 0]
+    sizes_of_pools = sorted({*POOLS, pool_size})
+    pools = [attempt(pool, cp, tolerance, waves) for pool in sizes_of_pools if setting.run.dp % pool == 0]
     best = _first_good(pools)
     sizes = [best, *(attempt(best.pool_size, c, tolerance, waves) for c in _cps(setting.run, best.pool_size))]
     best = _first_good(sizes)
@@ -187,35 +188,36 @@ def _first_good(candidates: Sequence[Tried]) -> Tried:
 
 
 def _reason(best: Tried, pools: Sequence[Tried], sizes: Sequence[Tried], asked: Tried, setting: Setting) -> str:
+    """pools: with the asked cp. sizes: with each cp, that one first. Only what differs in one thing is compared."""
     if best.efficiency is None:
         return (
             f"nothing that was tried fits in {setting.table['memory'].value:g} GiB: the least needs {best.memory:.0f}"
         )
-    smaller = [each for each in pools if each.pool_size < best.pool_size and each.efficiency is not None]
-    larger = [each for each in pools if each.pool_size > best.pool_size and each.efficiency is not None]
-    parts = []
+    parts, pool = [], sizes[0]
+    fit = [each for each in pools if each.efficiency is not None]
+    smaller = [each for each in fit if each.pool_size < pool.pool_size]
+    larger = [each for each in fit if each.pool_size > pool.pool_size]
     if smaller:
-        loss = 1 - (smaller[-1].efficiency or 0) / best.efficiency
-        parts.append(f"pools of {smaller[-1].pool_size} are {loss:.1%} slower")
+        parts.append(f"pools of {smaller[-1].pool_size} are {_slower(smaller[-1], pool)}")
     if larger:
         top = max(larger, key=lambda each: each.efficiency or 0)
-        more = (top.efficiency or 0) / best.efficiency - 1
-        gains = f"gain {more:.1%} and need" if more > 0 else f"lose {-more:.1%} and need"
-        parts.append(f"pools of {top.pool_size} {gains} exchange among more nodes")
+        parts.append(f"pools of {top.pool_size} are {_slower(top, pool)} and need exchange among more ranks")
+    size = next(each for each in sizes if each.cp == best.cp)
     for each in sizes:
         if each.cp != best.cp:
-            what = (
-                f"needs {each.memory:.0f} GiB"
-                if each.efficiency is None
-                else f"is {abs(1 - each.efficiency / best.efficiency):.1%} "
-                + ("slower" if each.efficiency < best.efficiency else "faster")
-            )
+            what = f"needs {each.memory:.0f} GiB" if each.efficiency is None else f"is {_slower(each, size)}"
             parts.append(f"cp {each.cp} {what}")
     if asked.efficiency is None:
         parts.append(f"what was asked for needs {asked.memory:.0f} GiB")
     elif asked != best:
-        parts.append(f"what was asked for is {1 - asked.efficiency / best.efficiency:.1%} slower")
+        parts.append(f"what was asked for is {_slower(asked, best)}")
     return "; ".join(parts) or "there is nothing else to choose from"
+
+
+def _slower(each: Tried, other: Tried) -> str:
+    """By how much, in words. Both must fit."""
+    ratio = (each.efficiency or 0.0) / (other.efficiency or 1.0)
+    return f"{abs(1 - ratio):.1%} {'slower' if ratio < 1 else 'faster'}"
 
 
 def break_even(
@@ -228,17 +230,18 @@ def break_even(
     progress: Callable[[str], None] | None = None,
 ) -> list[BreakEven]:
     """Gains on the corpus with its documents cut shorter and shorter: to the sequence, to half of it, and so on to a
-    64th. others: policies to compare with: the plain ones of them (`is_plain`) and `ALTERNATIVES`."""
+    64th; lengths that cut none are left out but for the least of them. others: policies to compare with: the plain ones
+    of them (`is_plain`) and `ALTERNATIVES`."""
     kept = list(dict.fromkeys([*(name for name in others if is_plain(name)), *ALTERNATIVES]))
-    found = []
-    for halvings in range(7):
-        longest = setting.run.seq_len // 2**halvings
+    found, there = [], int(lengths.max())
+    cuts = [setting.run.seq_len // 2**halvings for halvings in range(7)]
+    for longest in [min(each, there) for each in cuts if each // 2 < there or each == cuts[-1]]:
         if progress is not None:
             progress(f"documents of at most {longest:,} tokens")
         batches = sample_steps(cut(lengths, longest).length, setting.run, steps, seed)
         outcomes = list(compare([*kept, f"libra:{pool_size}"], batches, setting))
         best = max(outcomes[:-1], key=lambda each: each.efficiency)
-        heaviest = float(np.mean([step.heaviest for step in outcomes[0].steps]))
+        heaviest = float(np.mean([heaviest_over_mean(sequences) for sequences in batches]))
         found.append(BreakEven(longest, outcomes[-1].efficiency / best.efficiency, best.policy, heaviest))
     return found
 
@@ -255,6 +258,7 @@ def break_even_sentence(points: Sequence[BreakEven]) -> str:
         f"sequence has {least.heaviest:.1f} times the mean attention"
     )
     if below:
-        sentence += f"; with documents up to {below[0].longest:,} tokens ({below[0].heaviest:.1f} times) it gains "
-        sentence += f"{below[0].gain - 1:.1%}"
+        gain = below[0].gain - 1
+        sentence += f"; with documents up to {below[0].longest:,} tokens ({below[0].heaviest:.1f} times) it "
+        sentence += f"{'gains' if gain >= 0 else 'loses'} {abs(gain):.1%}"
     return sentence + "."

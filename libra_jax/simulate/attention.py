@@ -24,13 +24,20 @@ from libra_jax.workload import CostModel, causal_pairs
 @dataclasses.dataclass(frozen=True)
 class Network:
     """links: of a rank. pod_nodes: nodes with full bandwidth among them. oversubscription: what leaves a pod has
-    1 / oversubscription of a rank's bandwidth. strided: neighbouring ranks of a pool lie on different nodes, as on a
-    mesh whose data-parallel axis is the innermost; else they share nodes."""
+    1 / oversubscription of a rank's bandwidth. strided: the ranks of a sequence lie on different nodes, as on a mesh
+    whose data-parallel axis is the innermost, and a node's ranks hold the same part of different sequences; else
+    neighbouring ranks share nodes."""
 
     links: Links = dataclasses.field(default_factory=Links)
     pod_nodes: int = 32
     oversubscription: float = 1.0
     strided: bool = False
+
+    def links_of(self, spec: PoolSpec) -> Links:
+        """The wires as a group sees them: ranks_per_node of its own ranks share a node."""
+        if not self.strided:
+            return self.links
+        return dataclasses.replace(self.links, ranks_per_node=min(spec.pool_size, self.links.ranks_per_node))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,6 +74,7 @@ def group_seconds(
     """cost: of any shape; scaled to the group's. products: seconds of a layer's matrix products for a token, forward
     and backward: what another micro-batch computes meanwhile, where a policy runs two (`ping_pong`)."""
     cost = cost.scaled(group.spec)
+    network = dataclasses.replace(network, links=network.links_of(group.spec))
     if group.executor is not None:
         return _planned(group, group.executor, cost, network, products)
     return _sharded(group, cost, network)
@@ -88,7 +96,7 @@ def _planned(
     spec = group.spec
     counts = travel(executor, *pages_of(group.sequences, spec), spec).counts
     if network.strided:
-        counts = strided(counts, spec, network.links.ranks_per_node)
+        counts = strided(counts, spec)
     moved = network.links
     if network.oversubscription > 1:
         moved = dataclasses.replace(moved, across=moved.across / _slower(counts, spec, network))
@@ -117,13 +125,12 @@ def _beside(
     return forward, backward
 
 
-def strided(counts: PlanCounts, spec: PoolSpec, ranks_per_node: int) -> PlanCounts:
-    """The same plan on ranks that lie on nodes in turn: rank r on node r mod nodes. Only without relays, which belong
-    to the ranks of a node."""
+def strided(counts: PlanCounts, spec: PoolSpec) -> PlanCounts:
+    """The same plan with its ranks in another order: the first of each sequence, then the second of each, and so on.
+    Only without relays, which belong to the ranks of a node."""
     if spec.ranks_per_node is not None:
         raise ValueError(f"ranks_per_node ({spec.ranks_per_node}) must be None where neighbours are on different nodes")
-    nodes = -(-spec.ranks // ranks_per_node)
-    order = np.argsort(np.arange(spec.ranks) % nodes, kind="stable")
+    order = np.arange(spec.ranks).reshape(spec.pool_size, spec.cp).T.reshape(-1)
     both = {
         name: getattr(counts, name)[order][:, :, order]
         for name in ("sent_blocks", "sent_pages", "returned_pages", "passed_pages", "returned_passed")
@@ -132,16 +139,17 @@ def strided(counts: PlanCounts, spec: PoolSpec, ranks_per_node: int) -> PlanCoun
 
 
 def _slower(counts: PlanCounts, spec: PoolSpec, network: Network) -> float:
-    """By how much longer the busiest rank's bytes between nodes take because some of them leave the pod."""
+    """By how much longer the bytes between nodes take, until the slowest rank's are through, because some leave the
+    pod."""
     node = np.arange(spec.ranks) // network.links.ranks_per_node
     pod = node // network.pod_nodes
     if pod[-1] == 0:
         return 1.0
     rows = spec.block_bytes * counts.sent_blocks.sum(axis=1) + spec.page_bytes * counts.sent_pages.sum(axis=1)
-    across = np.where(node[:, None] == node, 0, rows).sum(axis=1)
-    beyond = np.where(pod[:, None] == pod, 0, rows).sum(axis=1)
-    busiest = int((across + (network.oversubscription - 1) * beyond).argmax())
-    return 1 + (network.oversubscription - 1) * float(beyond[busiest]) / max(float(across[busiest]), 1.0)
+    across = np.where(node[:, None] == node, 0, rows)
+    slowed = np.where(pod[:, None] == pod, across, network.oversubscription * across)
+    usual, longest = (max(each.sum(axis=0).max(), each.sum(axis=1).max()) for each in (across, slowed))
+    return float(longest / usual) if usual else 1.0
 
 
 # ----------------------------------------------------------------------------------------------------------- shardings
@@ -164,18 +172,20 @@ def _sharded(group: Group, cost: CostModel, network: Network) -> GroupSeconds:
     # Backward: keys and values once more, and their gradients the other way.
     sent, received = 2 * moved.sum(axis=1) + moved.sum(axis=0), 2 * moved.sum(axis=0) + moved.sum(axis=1)
     if group.exchange == "needed":
-        there, across = _one_by_one(moved, network)
-        back = _one_by_one(moved.T, network)[0]
+        there, back = _one_by_one(moved, network), _one_by_one(moved.T, network)
         local = kernels * local_share(parts, C)
         rest = kernels - local
         forward = np.maximum(local[0], there) + rest[0]
         backward = np.maximum(local[1], there) + rest[1] + back
         attention = float(forward.max()), float(backward.max())
-        across *= 3
+        node = np.arange(C) // network.links.ranks_per_node
+        out, into = (np.where(node[:, None] == node, 0, moved).sum(axis=axis) for axis in (1, 0))
+        across = float(np.maximum(2 * out + into, out + 2 * into).max())
     else:
-        gather, across = _around(float(moved.sum(axis=0).max()), C, network)
+        ring = group.exchange == "ring"
+        gather, across = _around(float(moved.sum(axis=0).max()), C, network, 1 if ring else None)
         slowest = kernels.max(axis=1)
-        if group.exchange == "ring":  # a step of the ring runs beside the kernel of the step before it
+        if ring:  # a step of the ring runs beside the kernel of the step before it
             hidden = slowest * (C - 1) / C
             attention = (
                 float(slowest[0] + max(gather - hidden[0], 0.0)),
@@ -188,32 +198,34 @@ def _sharded(group: Group, cost: CostModel, network: Network) -> GroupSeconds:
     return GroupSeconds(attention, kernels, (pure[0], pure[1]), sent, received, float(across))
 
 
-def _around(received: float, ranks: int, network: Network) -> tuple[float, float]:
-    """Seconds of an all-gather in which a rank gets so many bytes, and what of them crosses nodes for a rank. Where a
-    group has several nodes, its rings cross with every port of a node, and all bytes come in through these."""
+def _around(received: float, ranks: int, network: Network, ports: int | None = None) -> tuple[float, float]:
+    """Seconds of an all-gather in which a rank gets so many bytes, and what of them crosses nodes for a rank.
+
+    ports: of a node, through which all bytes come in where a group has several nodes. None: every rank's, as of a
+    collective that has a ring for each. 1: ranks pass on to the next rank what they got from the one before."""
     links = network.links
+    ports = ports or links.ranks_per_node
     if ranks == 1:
         return 0.0, 0.0
     if ranks <= links.ranks_per_node:
         return received / links.inside + links.inside_latency, 0.0
-    ports = links.ranks_per_node
-    slow = network.oversubscription if ranks > ports * network.pod_nodes else 1.0
+    slow = network.oversubscription if ranks > links.ranks_per_node * network.pod_nodes else 1.0
     return max(
         received / links.inside, received * slow / (ports * links.across)
     ) + links.across_latency, received / ports
 
 
-def _one_by_one(moved: np.ndarray, network: Network) -> tuple[np.ndarray, float]:
-    """(C,) seconds until each rank has its bytes and has sent them; the most that crosses nodes for one rank."""
+def _one_by_one(moved: np.ndarray, network: Network) -> np.ndarray:
+    """(C,) seconds until each rank has its bytes and has sent them. moved: (C, C) bytes from rank to rank."""
     links = network.links
     ranks = len(moved)
     node = np.arange(ranks) // links.ranks_per_node
+    pod = node // network.pod_nodes
     inside = np.where(node[:, None] == node, moved, 0)
-    across = moved - inside
+    across = (moved - inside) * np.where(pod[:, None] == pod, 1.0, network.oversubscription)
     latency = 0.0 if ranks == 1 else links.inside_latency if node[-1] == 0 else links.across_latency
-    seconds = [np.maximum(part.sum(axis=0), part.sum(axis=1)) for part in (inside, across)]
-    took = np.maximum(seconds[0] / links.inside, seconds[1] / links.across) + latency
-    return took, float(seconds[1].max())
+    inside, across = (np.maximum(part.sum(axis=0), part.sum(axis=1)) for part in (inside, across))
+    return np.maximum(inside / links.inside, across / links.across) + latency
 
 
 def local_share(parts: sharding.Parts, ranks: int) -> np.ndarray:

@@ -6,6 +6,7 @@ Takes document lengths and a model, samples optimizer steps and prices them (`st
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -26,8 +27,8 @@ from libra_jax.simulate import advice
 from libra_jax.simulate.attention import Network
 from libra_jax.simulate.constants import Constants, changed, constants, kernel, links
 from libra_jax.simulate.plot import steps_png
-from libra_jax.simulate.step import Setting, token_seconds
-from libra_jax.simulate.study import Outcome, compare, sample_steps
+from libra_jax.simulate.step import Setting, heaviest_over_mean, token_seconds
+from libra_jax.simulate.study import Outcome, compare, sample_steps, spread
 
 MODELS: dict[str, Qwen3Config] = {
     "qwen3-0.6b": QWEN3_0_6B,
@@ -77,7 +78,7 @@ class SimulateOptions:
     sync: Literal["layer", "step"] = "layer"
     """Where ranks wait for each other: in every layer, as with FSDP, or once a step."""
     mapping: Literal["packed", "strided"] = "packed"
-    """Neighbouring ranks of a pool share a node, or lie on different ones."""
+    """Neighbouring ranks share a node, or a sequence's ranks lie on different ones (data parallelism innermost)."""
     longest: int | None = None
     """Cut documents to this many tokens; None: to a sequence."""
     set: tuple[str, ...] = ()
@@ -139,7 +140,7 @@ def run(options: SimulateOptions) -> int:
             )
         )
         return 0
-    _show(console, title, setting, kernel_source, outcomes, options)
+    _show(console, title, setting, kernel_source, outcomes, measured, options)
     if verdict is not None:
         console.print(f"\n[bold]{verdict.sentence}[/bold]")
         if own is not None:
@@ -237,23 +238,35 @@ def _show(
     setting: Setting,
     kernel_source: str,
     outcomes: Sequence[Outcome],
+    measured: advice.Batches,
     options: SimulateOptions,
 ) -> None:
     run, node = setting.run, setting.network.links.ranks_per_node
     console.print(f"[bold]{title}[/bold]: {run.micro_steps} micro-steps of {run.dp} sequences")
     console.print(f"kernels: {kernel_source}; a model, no measurement")
-    ranks = options.pool * run.cp
-    where = "neighbouring ranks share a node" if options.mapping == "packed" else "neighbours on different nodes"
-    nodes = -(-ranks // node)
-    console.print(f"a pool of {options.pool}: {ranks} GPUs on {nodes} node{'s' if nodes > 1 else ''}, {where}\n")
+    ours = next((each.policy for each in outcomes if each.policy.startswith("libra")), f"libra:{options.pool}")
+    pool = names.pool_size(ours, run.dp)
+    if options.mapping == "packed":
+        nodes, where = -(-pool * run.cp // node), "neighbouring ranks share a node"
+    else:
+        nodes, where = -(-pool // node) * run.cp, "a sequence's ranks on different nodes"
+    console.print(f"a pool of {pool}: {pool * run.cp} GPUs on {nodes} node{'s' if nodes > 1 else ''}, {where}\n")
     console.print(table_of(outcomes, setting))
     console.print(losses_table(outcomes))
-    first = outcomes[0].numbers(setting)
-    low, high = first["heaviest"][1:]
+    heaviest, low, high = spread([heaviest_over_mean(sequences) for sequences in measured])
+    tokens = sum(map(sum, itertools.chain.from_iterable(measured)))
+    fill = tokens / (len(measured) * run.sequences * run.seq_len)
+    steps = {each.policy: each.numbers(setting)["micro_steps"][0] for each in outcomes}
+    others = "".join(f", {name} {count:g}" for name, count in steps.items() if count != run.micro_steps)
     console.print(
-        f"heaviest sequence over the mean: {first['heaviest'][0]:.1f} ({low:.1f} to {high:.1f}); "
-        f"fill {first['fill'][0]:.2%}; micro-steps {first['micro_steps'][0]:g}"
+        f"sequences as packed: the heaviest over the mean {heaviest:.1f} ({low:.1f} to {high:.1f}), fill {fill:.2%}; "
+        f"micro-steps {run.micro_steps}{others}"
     )
+    room = setting.table["memory"].value
+    needs = {each.policy: max(step.memory for step in each.steps) for each in outcomes}
+    too_much = [f"{name} ({memory:.0f})" for name, memory in needs.items() if memory > room]
+    if too_much:
+        console.print(f"do not fit in the {room:g} GiB of a GPU: {', '.join(too_much)}")
     for each in outcomes:
         if any(each.changed):
             console.print(changed_sentence(each))
@@ -272,7 +285,10 @@ def _cell(value: tuple[float, float, float], digits: int = 2, scale: float = 1.0
 def table_of(outcomes: Sequence[Outcome], setting: Setting) -> Table:
     """Mean over steps, and the 5th to 95th percentile."""
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), title="Means (5th to 95th percentile) over steps")
-    table.caption = "pools, ranks, micro-steps: the slowest over the mean; bytes: the busiest rank's over Ulysses'"
+    table.caption = (
+        "tokens/s/GPU, MFU: means of all steps together; pools, ranks, micro-steps: the slowest over the mean; "
+        "bytes: the busiest rank's over Ulysses'"
+    )
     columns = ("step s", "tokens/s/GPU", "MFU %", "of ideal %", "pools", "ranks", "micro-steps", "bytes", "memory GiB")
     table.add_column("policy", no_wrap=True)
     for name in columns:

@@ -36,8 +36,8 @@ _DATA_SHEET = "NVIDIA data sheet, dense bfloat16"
 _COMMON = (
     Constant("ranks_per_node", 8, "GPUs", "DGX and HGX hosts"),
     Constant("across", 50e9, "B/s", "one 400 Gb/s port for each GPU; NCCL gets 46 to 48e9 of it (nccl-tests, 290)"),
-    Constant("inside_latency", 10e-6, "s", "assumption: a collective among a node's GPUs, however little it carries"),
-    Constant("across_latency", 25e-6, "s", "assumption: a collective among nodes, however little it carries"),
+    Constant("inside_latency", 45e-6, "s", "NCCL all-gathers of 8 to 64 MiB, 8 H100: 43 to 55e-6 beyond their bytes"),
+    Constant("across_latency", 60e-6, "s", "assumption: what one inside a node costs, and 15 us more"),
     Constant("pod_nodes", 32, "nodes", "assumption: nodes under one set of leaf switches, with full bandwidth"),
     Constant("oversubscription", 1, "x", "assumption: none; a rank's bandwidth beyond its pod is `across` over this"),
     Constant("gather_bytes", 2, "B/weight", "FSDP gathers weights in bfloat16, forward and backward"),

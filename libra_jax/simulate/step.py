@@ -18,13 +18,13 @@ import numpy as np
 
 from libra_jax.memory import attention_bytes
 from libra_jax.models.qwen3 import Qwen3Config
-from libra_jax.policies.base import Group, RunShape, StepPlan
+from libra_jax.policies.base import Group, RunShape, Sequences, StepPlan
 from libra_jax.simulate.attention import GroupSeconds, Network, group_seconds
 from libra_jax.simulate.constants import Constants
 from libra_jax.simulate.pipeline_events import follow
 from libra_jax.train.flops import model_flops
 from libra_jax.train.pipeline import kept_inputs
-from libra_jax.workload import CostModel
+from libra_jax.workload import CostModel, causal_pairs
 
 Sync = Literal["layer", "step"]
 LOSSES = ("padding", "kernels", "between pools", "within pools", "exposed exchange", "gathers", "bubble")
@@ -62,7 +62,8 @@ class StepResult:
     """One step, modelled. Seconds, unless a name says otherwise.
 
     step: all of it. ideal: the documents' pairs at the kernel's best rate and their tokens' products, spread evenly
-    over all GPUs; nothing else. losses: by name of `LOSSES`; they add up to step - ideal.
+    over all GPUs; what is done again in the backward pass counts, and with stages a second forward pass; nothing else.
+    losses: by name of `LOSSES`; they add up to step - ideal.
     pool_imbalance: attention work of the heaviest group over the mean of its micro-step, by rank. rank_imbalance: of
     the busiest rank's kernels over the mean of all. micro_step_imbalance: the longest micro-step's forward attention
     over the mean. Each is 1 at best, and a mean over micro-steps but for the last.
@@ -100,8 +101,10 @@ class StepResult:
 
 
 def simulate_step(plan: StepPlan, setting: Setting) -> StepResult:
-    """Prices a step. Raises ValueError where more ranks are asked for than the run has, or, with sync="step", where
-    micro-steps have groups of different ranks."""
+    """Prices a step. Raises ValueError where it has nothing to do, where more ranks are asked for than the run has, or,
+    with sync="step" or several stages, where micro-steps have groups of different ranks."""
+    if not any(plan.micro_steps):
+        raise ValueError("a step needs at least one micro-step with a group of ranks, and this one has none")
     products = token_seconds(setting.model, setting.table)
     found = [
         [group_seconds(group, setting.cost, setting.network, products) for group in groups]
@@ -128,27 +131,24 @@ def simulate_step(plan: StepPlan, setting: Setting) -> StepResult:
         rank_imbalance=_mean_ratio(layers.slowest.sum(axis=2), layers.ranks, run.ranks, layers.even.sum(axis=2)),
         micro_step_imbalance=float(forward.max() / forward.mean()) if forward.any() else 1.0,
         busiest_bytes=float(max(max(each.sent.max(), each.received.max()) for groups in found for each in groups)),
-        # Forward q, k, v there and outputs back; backward q, k, v, outputs, their gradients, and three gradients back.
+        # Forward q, k, v there and outputs back; backward q, k, v and gradients of outputs, and three gradients back.
         ulysses_bytes=float(row.tokens_per_rank * row.head_dim * row.item_bytes * (run.cp - 1) / run.cp)
-        * (2 * row.num_heads + 2 * row.num_kv_heads + 4 * row.num_heads + 4 * row.num_kv_heads),
+        * (2 * row.num_heads + 2 * row.num_kv_heads + 3 * row.num_heads + 4 * row.num_kv_heads),
         across_bytes=max(each.across for groups in found for each in groups),
         memory=memory_gib(plan, setting),
         planning=sum(group.planning_seconds for groups in plan.micro_steps for group in groups),
         micro_steps=len(plan.micro_steps),
         fill=tokens / max(sum(group.tokens * group.ranks for groups in plan.micro_steps for group in groups), 1),
-        heaviest=heaviest_over_mean(plan, setting),
+        heaviest=heaviest_over_mean(
+            [each for groups in plan.micro_steps for group in groups for each in group.sequences]
+        ),
     )
 
 
-def heaviest_over_mean(plan: StepPlan, setting: Setting) -> float:
+def heaviest_over_mean(sequences: Sequences) -> float:
     """Attention of the costliest sequence over the mean of the step, by pairs."""
-    pairs = np.array([
-        sum(length * (length + 1) / 2 for length in sequence)
-        for groups in plan.micro_steps
-        for group in groups
-        for sequence in group.sequences
-    ])  # fmt: skip
-    return float(pairs.max() / pairs.mean()) if pairs.size and pairs.any() else 1.0
+    pairs = np.array([causal_pairs(sequence) for sequence in sequences])
+    return float(pairs.max() / pairs.mean()) if pairs.any() else 1.0
 
 
 class _Layers:
@@ -170,10 +170,11 @@ class _Layers:
         if self.ranks.sum(axis=1).max() > setting.run.ranks:
             used = int(self.ranks.sum(axis=1).max())
             raise ValueError(f"a micro-step's groups have {used} ranks, more than dp * cp ({setting.run.ranks})")
-        if setting.sync == "step" and (self.ranks != self.ranks[0]).any():
+        if (setting.sync == "step" or setting.pp > 1) and (self.ranks != self.ranks[0]).any():
+            what = 'sync="step"' if setting.sync == "step" else f"pp ({setting.pp}) above 1"
             raise ValueError(
-                'sync="step" adds up each group\'s micro-steps, so all must have the same groups, but their ranks are '
-                f"{self.ranks[0].astype(int).tolist()} and {self.ranks[(self.ranks != self.ranks[0]).any(1)][0]}"
+                f"{what} follows each group through its micro-steps, so all must have the same groups, but there are "
+                f"{_groups(self.ranks[0])} and {_groups(self.ranks[(self.ranks != self.ranks[0]).any(1)][0])}"
             )
 
     def mean(self, attention: np.ndarray, real: bool = False) -> float:
@@ -237,6 +238,12 @@ class _Layers:
         return there, back
 
 
+def _groups(ranks: np.ndarray) -> str:
+    """Ranks (G,) of groups in words: 2 groups of 8 ranks, 4 of 4."""
+    sizes, counts = np.unique(ranks[ranks > 0].astype(int), return_counts=True)
+    return ", ".join(f"{count} groups of {size} ranks" for size, count in zip(sizes, counts, strict=True)) or "none"
+
+
 def _mean_ratio(slowest: np.ndarray, ranks: np.ndarray, all_ranks: int, even: np.ndarray | None = None) -> float:
     """Mean over micro-steps of the largest group's seconds (M, G) over the mean of all ranks."""
     mean = ((slowest if even is None else even) * ranks).sum(axis=1) / all_ranks
@@ -280,11 +287,13 @@ def gathered_seconds(count: float, setting: Setting) -> float:
     table, ranks = setting.table, setting.run.ranks
     if ranks == 1:
         return 0.0
-    inside, node = count / table["inside"].value, int(table["ranks_per_node"].value)
+    inside, node = count * (ranks - 1) / ranks / table["inside"].value, int(table["ranks_per_node"].value)
     if ranks <= node:
         return inside + table["inside_latency"].value
-    slow = table["oversubscription"].value if ranks > node * table["pod_nodes"].value else 1.0
-    return max(inside, count * slow / (node * table["across"].value)) + table["across_latency"].value
+    nodes = ranks / node
+    slow = table["oversubscription"].value if nodes > table["pod_nodes"].value else 1.0
+    ports = count * (nodes - 1) / nodes * slow / (node * table["across"].value)
+    return max(inside, ports) + table["across_latency"].value
 
 
 def memory_gib(plan: StepPlan, setting: Setting) -> float:
@@ -294,17 +303,18 @@ def memory_gib(plan: StepPlan, setting: Setting) -> float:
     share = run.ranks if setting.sync == "layer" else 1
     states = model.num_parameters / setting.pp * table["state_bytes"].value / share
     gathered = 2 * layer_weights(model) * table["gather_bytes"].value if setting.sync == "layer" else 0
-    kept_passes = kept_inputs("1f1b", len(plan.micro_steps), setting.pp)
-    width = model.num_heads * model.head_dim
-    kept_token = 2 * model.hidden_size + (2 * width + 4 * model.num_heads if setting.pp == 1 else 0)
+    # A stage keeps its inputs of several micro-batches, and what its layers keep of the one that it takes back.
+    inputs = kept_inputs("1f1b", len(plan.micro_steps), setting.pp) if setting.pp > 1 else 0
+    layer = 2 * model.hidden_size + 2 * model.num_heads * model.head_dim + 4 * model.num_heads
+    kept_token = layer * model.num_layers / setting.pp + 2 * model.hidden_size * inputs
     inner = model.intermediate_size
     if model.moe is not None:
         inner = model.moe.experts_per_token * model.moe.intermediate_size
     most = 0.0
-    for group in {(group.tokens, group.spec, group.exchange): group for m in plan.micro_steps for group in m}.values():
-        kept = group.tokens * kept_token * model.num_layers / setting.pp * max(kept_passes, 1)
-        work = group.tokens * 2 * (3 * inner + 4 * model.hidden_size)
-        most = max(most, kept + work + _attention_room(group))
+    for groups in plan.micro_steps:
+        for group in groups:
+            work = group.tokens * 2 * (3 * inner + 4 * model.hidden_size)
+            most = max(most, group.tokens * kept_token + work + _attention_room(group))
     logits = 3 * 4 * min(model.loss_chunk, run.seq_len) * model.vocab_size
     return (states + gathered + most + logits) / 2**30
 

@@ -32,9 +32,18 @@ class Outcome:
     waiting: int
 
     def numbers(self, setting: Setting) -> dict[str, Spread]:
-        """Mean, 5th and 95th percentile of every number of `StepResult.numbers`."""
+        """Mean, 5th and 95th percentile of every number of `StepResult.numbers`. Of rates, and of shares of time, the
+        mean is that of all steps together: steps of a policy that holds documents back are of unlike size."""
         each = [step.numbers(setting.gpus, setting.table["peak"].value) for step in self.steps]
-        return {name: spread([values[name] for values in each]) for name in each[0]}
+        found = {name: spread([values[name] for values in each]) for name in each[0]}
+        rate = 1 / sum(step.step for step in self.steps) / setting.gpus
+        whole = {
+            "tokens per gpu second": sum(step.tokens for step in self.steps) * rate,
+            "mfu": sum(step.flops for step in self.steps) * rate / setting.table["peak"].value,
+            "efficiency": self.efficiency,
+            **{f"lost to {name}": share for name, share in self.losses.items()},
+        }
+        return found | {name: (mean, *found[name][1:]) for name, mean in whole.items()}
 
     @property
     def seconds_per_token(self) -> float:

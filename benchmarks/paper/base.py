@@ -1,0 +1,135 @@
+"""What the experiments of the report share: settings, sampled steps, policies measured, rows.
+
+All policies get the same steps and the same kernels (FlashAttention-3's published curve, unless a row says otherwise).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.pools import CORPORA
+from libra_jax.data.lengths import find_lengths, read_lengths
+from libra_jax.data.packing import cut
+from libra_jax.policies.base import Policy, RunShape
+from libra_jax.policies.names import policy as policy_named
+from libra_jax.simulate.attention import Network
+from libra_jax.simulate.command import MODELS
+from libra_jax.simulate.constants import changed, constants, kernel, links
+from libra_jax.simulate.step import Setting, Sync, token_seconds
+from libra_jax.simulate.study import Outcome, outcome, sample_steps
+
+Row = dict[str, Any]
+Batches = list[list[list[int]]]
+
+MODEL_NAMES = ("qwen3-8b", "qwen3-30b-a3b", "qwen3-235b-a22b")
+TOKENS: Mapping[str, int] = {"256K": 262_144, "1M": 1_048_576}
+CP: Mapping[str, int] = {"256K": 8, "1M": 16}
+WARM_UP = 12
+"""Steps that fill delay queues before the first that is priced."""
+LOGNORMAL = CORPORA[0]
+"""The corpus with the median and 99th percentile that the Libra paper reports."""
+WLB = (
+    "wlb-micro-shuffled", "wlb-batch-shuffled", "wlb-batch-sorted",
+    "wlb-micro-delay-shuffled", "wlb-batch-delay-shuffled", "wlb-batch-delay-sorted",
+)  # fmt: skip
+ASSUMED = "wlb-micro-delay-shuffled"
+"""The variant that the WLB-LLM paper describes: each iteration's documents, delay queues, no order of micro-batches."""
+WITHOUT_DELAY = "wlb-micro-shuffled"
+"""The variant that the Libra paper compares with, as far as it is known: DistCA and Libra leave the queues out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A run to model. dp * cp GPUs. values: constants to change. longest: documents are cut to it."""
+
+    model: str = "qwen3-8b"
+    tokens: str = "256K"
+    corpus: str = LOGNORMAL
+    dp: int = 32
+    cp: int | None = None
+    micro_steps: int = 4
+    steps: int = 20
+    kernel: str = "fa3"
+    sync: Sync = "layer"
+    strided: bool = False
+    values: tuple[tuple[str, float], ...] = ()
+    longest: int | None = None
+    seed: int = 0
+
+    def setting(self) -> Setting:
+        table = changed(constants("H100"), dict(self.values))
+        cost, model = kernel(self.kernel, table)[0], MODELS[self.model]
+        run = RunShape(
+            TOKENS[self.tokens],
+            self.dp,
+            self.cp or CP[self.tokens],
+            self.micro_steps,
+            model.num_heads,
+            model.num_kv_heads,
+            model.head_dim,
+            cost=cost,
+            links=links(table),
+            token_seconds=sum(token_seconds(model, table)),
+        )
+        network = Network(run.links, int(table["pod_nodes"].value), table["oversubscription"].value, self.strided)
+        return Setting(model, run, table, cost, network, sync=self.sync)
+
+    def batches(self, warm_up: int = 0) -> Batches:
+        """The last `steps` are the same whatever the warm-up."""
+        run = self.setting().run
+        longest = self.longest or run.seq_len
+        drawn = RunShape(run.seq_len, run.dp, 1, run.micro_steps)  # what sampling depends on
+        return sampled(self.corpus, drawn, self.steps + WARM_UP, longest, self.seed)[WARM_UP - warm_up :]
+
+    def measured(self, name: str, policy: Policy | None = None) -> Outcome:
+        """A policy over the case's steps; by name, or as given."""
+        warm_up = WARM_UP if "-delay" in name else 0
+        return outcome(name, policy or policy_named(name), self.batches(warm_up), self.setting(), warm_up)
+
+    def words(self) -> Row:
+        return {"model": self.model, "tokens": self.tokens, "corpus": self.corpus, "dp": self.dp}
+
+
+@functools.lru_cache(maxsize=2)
+def sampled(corpus: str, run: RunShape, steps: int, longest: int, seed: int) -> Batches:
+    """Steps of a corpus whose documents are cut to `longest` tokens."""
+    tokens = steps * run.sequences * run.seq_len
+    lengths = read_lengths(find_lengths(corpus), least_tokens=int(1.03 * tokens), seed=seed)
+    return sample_steps(cut(lengths, longest).length, run, steps, seed)
+
+
+def numbers(found: Outcome, case: Case) -> Row:
+    """What rows say of a policy: shares of the ideal and of losses, over all steps; means of the rest."""
+    setting = case.setting()
+    spreads = found.numbers(setting)
+    row: Row = {"policy": found.policy, "efficiency": found.efficiency}
+    row |= {f"lost to {name}": share for name, share in found.losses.items()}
+    for name in ("pool_imbalance", "rank_imbalance", "micro_step_imbalance", "memory", "mfu", "heaviest"):
+        row[name] = spreads[name][0]
+    row["bytes over ulysses"] = spreads["busiest_bytes"][0] / max(spreads["ulysses_bytes"][0], 1)
+    row["step seconds"], row["p5"], row["p95"] = spreads["step"]
+    row["tokens per gpu second"] = spreads["tokens per gpu second"][0]
+    row["planning ms"] = 1e3 * spreads["planning"][0] / max(spreads["micro_steps"][0], 1)
+    left, left_tokens, came, came_tokens = found.changed
+    row["documents left out"], row["documents"] = left, found.documents
+    row["tokens left out"], row["tokens from other steps"], row["documents from other steps"] = (
+        left_tokens,
+        came_tokens,
+        came,
+    )
+    return row
+
+
+def fewer_steps(case: Case, dp: int) -> Case:
+    """Fewer sampled steps where a step has more than 128 sequences, so that experiments stay short; 2 at least."""
+    return dataclasses.replace(case, dp=dp, steps=max(min(case.steps, case.steps * 32 // dp), 2))
+
+
+def spread_of(values: Sequence[float]) -> str:
+    low, high = np.quantile(values, [0.05, 0.95])
+    return f"{np.mean(values):.3g} ({low:.3g} to {high:.3g})"
