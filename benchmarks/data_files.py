@@ -1,5 +1,6 @@
 """Corpora to measure the input pipeline with, made in seconds: document lengths of the distributions in
-libra_jax/data/distributions, tokens at random or text cut from installed packages, in every form that `libra_jax.data` reads.
+libra_jax/data/distributions, tokens at random or text cut from installed packages, in every form that
+`libra_jax.data` reads.
 """
 
 from __future__ import annotations

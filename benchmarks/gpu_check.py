@@ -926,7 +926,7 @@ LEGEND = f"""\
 - TFLOP/s, useful ones: 4 * head_dim for each query head and each (query, key) pair that the causal document mask
   shows, {DIRECTIONS["backward"]} times that in the backward pass (delta, dQ, dK and dV). useful: those pairs over all
   pairs of the pages visited. Medians of interleaved rounds of calls in a row; bfloat16, block {REAL.block}.
-- Every measurement has {REAL.tokens} tokens: documents of one length, or drawn from libra_jax/data/distributions and packed.
+- Every measurement has {REAL.tokens} tokens: documents of one length, or drawn from a distribution and packed.
 - cudnn: jax.nn.dot_product_attention, forward without log-sum-exp (packed: the private function behind it). torch:
   PyTorch's FlashAttention.
 - published, not measured here: FlashAttention-3 / cuDNN / Triton on an H100, head dim 128, 16384 tokens in all, from

@@ -1,9 +1,9 @@
 """How long the stages of a pipeline stand idle, with sequences as they were packed and with balanced ones. A model, no
 measurement: no GPU is involved.
 
-Draws sequences from the distributions that ship with the package, gives them to the micro-steps of optimizer steps, prices each micro-step's
-attention with `libra_jax.modelled` and the rest of Qwen3-8B with benchmarks/step_model.py, and follows every stage
-through its ticks, as `libra_jax.train.pipeline` runs them.
+Draws sequences from the distributions that ship with the package, gives them to the micro-steps of optimizer steps,
+prices each micro-step's attention with `libra_jax.modelled` and the rest of Qwen3-8B with benchmarks/step_model.py, and
+follows every stage through its ticks, as `libra_jax.train.pipeline` runs them.
 Run: python -m benchmarks.pipeline [--json FILE] [--report FILE] [--plot FILE]
 
 Letters: M micro-batches (one of each micro-step), P stages, T ticks.

@@ -1,9 +1,9 @@
 """The tile planner on three corpora: balance, bytes, room, modelled time and planning time. Host side only: needs no
 accelerator and no jax.
 
-Draws documents from the length distributions in libra_jax/data/distributions, packs them into sequences, places the sequences
-of each step into pools, plans every pool, and prints what the plans cost beside Ulysses (head-parallel attention) and
-beside what was asked; then modelled training steps, what balance costs, and ranks of unequal speed.
+Draws documents from the length distributions that ship with the package, packs them into sequences, places the
+sequences of each step into pools, plans every pool, and prints what the plans cost beside Ulysses (head-parallel
+attention) and beside what was asked; then modelled training steps, what balance costs, and ranks of unequal speed.
 Run: python -m benchmarks.planner [--pools 100] [--json FILE] [--report FILE] [--plot FILE]
 """
 

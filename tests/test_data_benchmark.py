@@ -19,7 +19,7 @@ def test_drawn_lengths_add_up_and_are_the_corpus(corpus):
     lengths = data_files.draw_lengths(corpus, 10**7, np.random.default_rng(0))
     assert lengths.sum() == 10**7
     assert lengths.min() >= 1
-    quantiles = json.loads((data_files.LENGTHS / f"{corpus}.json").read_text())
+    quantiles = json.loads((data_files.DISTRIBUTIONS / f"{corpus}.json").read_text())
     median = np.interp(0.5, quantiles["probability"], quantiles["length_tokens"])
     assert np.median(lengths) == pytest.approx(median, rel=0.1)
 

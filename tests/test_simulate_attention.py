@@ -12,6 +12,7 @@ from libra_jax.policies.magi import Magi
 from libra_jax.policies.packed import ROOMY, Pools, Sharded, disaggregated, libra, plain_context_parallel, ulysses
 from libra_jax.simulate.attention import Network, group_seconds, local_share
 from libra_jax.simulate.constants import CURVES, KERNELS, constants, fitted, kernel
+from libra_jax.simulate.study import outcome
 
 # One document of 32 tokens in blocks of 4, one head of 8, two ranks; a token's keys and values are 2 * 8 * 2 = 32 B.
 
@@ -187,6 +188,19 @@ def test_strided_pools_keep_the_same_part_of_each_sequence_in_a_node():
     strided = priced(swapped, far, [[1] * 128] * 4)
     assert strided.across == 0
     close(packed.across, max(packed.sent.max(), packed.received.max()))
+
+
+def test_strided_pools_have_no_relays():
+    """Relays serve ranks that share a node: `outcome` leaves them out, a plan that has them is refused."""
+    setting = base.setting_of(seq_len=128, dp=4, cp=4, wires={**base.WIRES, "ranks_per_node": 4})
+    far = dataclasses.replace(setting, network=dataclasses.replace(setting.network, strided=True))
+    sequences = base.random_step(setting, np.random.default_rng(1))
+    group = group_of(libra(4), setting, sequences)
+    assert group.spec.ranks_per_node == 4
+    with pytest.raises(ValueError, match=r"ranks_per_node \(4\) must be None where neighbours are on different nodes"):
+        group_seconds(group, far.cost, far.network)
+    one_level = outcome("libra", libra(4, relays=False), [sequences], far)
+    assert outcome("libra", libra(4), [sequences], far).steps[0].step == one_level.steps[0].step
 
 
 @pytest.mark.parametrize("policy", [libra(4, relays=False), ulysses(), Sharded("sequence"), Magi(), disaggregated()])

@@ -10,7 +10,6 @@ import concurrent.futures
 import csv
 import dataclasses
 import multiprocessing
-import operator
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ import tyro
 from rich.console import Console
 
 from benchmarks.paper.base import Row
-from benchmarks.paper.experiments import EXPERIMENTS
+from benchmarks.paper.experiments import EXPERIMENTS, run
 
 FOLDER = Path(__file__).parents[2] / "docs" / "report"
 
@@ -51,7 +50,7 @@ def main(options: Options) -> None:
         with concurrent.futures.ProcessPoolExecutor(options.processes, mp_context=context) as pool:
             for name in options.only or EXPERIMENTS:
                 begin = time.perf_counter()
-                rows = [row for part in pool.map(operator.call, EXPERIMENTS[name](options.steps)) for row in part]
+                rows = [row for part in pool.map(run, EXPERIMENTS[name](options.steps)) for row in part]
                 write_csv(options.folder / f"{name}.csv", rows)
                 console.print(f"{name}: {len(rows)} rows in {time.perf_counter() - begin:.0f} s")
     from benchmarks.paper.report import write_report

@@ -41,6 +41,10 @@ from libra_jax.workload import sequence_seconds
 Job = Callable[[], list[Row]]
 
 
+def run(job: Job) -> list[Row]:
+    return job()
+
+
 # ----------------------------------------------------------------------------- 1: imbalance between pools, by pool size
 
 POOL_SIZES = (1, 2, 4, 8, 16, 32)
