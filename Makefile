@@ -6,7 +6,7 @@ BIN = .venv/bin
 WORKERS = 2
 ARGS =
 
-.PHONY: help setup demo test lint unit long old-triton parity qwen3-0.6b format bench requirements wheel clean distclean
+.PHONY: help setup demo test lint unit long old-triton parity qwen3-0.6b format bench report requirements wheel clean distclean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -62,9 +62,14 @@ bench: setup ## run the benchmarks: tables here, JSON and reports in benchmarks/
 	    --report benchmarks/reports/kernels.md
 	$(BIN)/python -m benchmarks.two_ranks --json benchmarks/reports/two_ranks.json \
 	    --report benchmarks/reports/two_ranks.md --plot benchmarks/reports/two_ranks.png
+	$(BIN)/python -m benchmarks.mesh --cpu-devices 8 --block 64 --json benchmarks/reports/mesh_cpu.json \
+	    --report benchmarks/reports/mesh_cpu.md
 	rm -rf runs/curves
 	$(BIN)/python -m benchmarks.curves --json benchmarks/reports/curves.json --report benchmarks/reports/curves.md \
 	    --plot benchmarks/reports/curves.png --csv benchmarks/reports/curves.csv
+
+report: setup ## is it worth it? docs/report anew: the paper's tables and figures by the cluster model, in an hour
+	$(BIN)/python -m benchmarks.paper $(ARGS)
 
 requirements: setup ## pin requirements.txt anew from pyproject.toml; ARGS=--upgrade takes newer versions
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.12 --group dev --no-emit-index-url \

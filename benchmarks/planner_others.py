@@ -1,9 +1,9 @@
 """The tile planner beside others: the optimum on small pools, DistCA's greedy and the Libra paper's on real ones.
 
 Part one draws small pools (2 or 3 sequences, 4 or 6 ranks, blocks of 16,384 tokens) from the shipped distributions and
-makes up adversarial ones. A mixed-integer solver finds the least makespan, the fewest bytes at the planner's makespan, and
-the fewest for the busiest sender, each with a proven bound. Part two plans pools of benchmarks/planner.py with every
-policy. Host side only; SciPy is needed besides the package.
+makes up adversarial ones. A mixed-integer solver finds the least makespan, the fewest bytes at the planner's makespan,
+and the fewest for the busiest sender, each with a proven bound. Part two plans pools of benchmarks/planner.py with
+every policy. Host side only; SciPy is needed besides the package.
 Run: python -m benchmarks.planner_others [--quick] [--json FILE] [--report FILE]
 """
 

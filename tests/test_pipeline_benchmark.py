@@ -16,11 +16,11 @@ from benchmarks.pipeline import (
     reordered,
     steps_row,
 )
-from libra_jax.simulate.pipeline_events import follow, least_idle, ticks_of
 from benchmarks.pools import SETTINGS
 from benchmarks.step_model import Model, kernels, step_seconds
 from libra_jax import Links, plan_pool, planner
 from libra_jax.modelled import PlanSeconds, plan_seconds
+from libra_jax.simulate.pipeline_events import follow, least_idle, ticks_of
 from libra_jax.spec import PoolSpec
 from libra_jax.train.pipeline import kept_inputs
 

@@ -12,10 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from planner_base import BLOCK, pages_of, rank_work
 
-from libra_jax.policies.distca import distca
 from benchmarks.exact import least_bytes, least_makespan
-from libra_jax.policies.paper import paper_placer
-from libra_jax.policies.travel import travel
 from benchmarks.planner_others import (
     Options,
     adversarial,
@@ -30,6 +27,9 @@ from libra_jax.assignments import at_home, head_parallel, home_ranks, random_pla
 from libra_jax.modelled import plan_counts
 from libra_jax.plan import plan_pool
 from libra_jax.planner import pooled
+from libra_jax.policies.distca import distca
+from libra_jax.policies.paper import paper_placer
+from libra_jax.policies.travel import travel
 from libra_jax.routing import PoolWork, assign_waves, check_executor, route
 from libra_jax.workload import document_starts
 
