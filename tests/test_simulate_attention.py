@@ -71,6 +71,14 @@ def test_ring_by_hand():
     close(fast.attention, ((28.4) * 1e-3, 57.2e-3))  # 1 ms and 10 ms, and twice that, are less than 14.2 and 28.6
 
 
+@pytest.mark.parametrize("exchange", ["all_gather", "ring", "needed"])
+def test_no_more_crosses_nodes_than_is_moved(exchange):
+    """Ranks hold 3 and 2 of 5 tokens, 32 B each: what one is sent forward it gives back as gradients."""
+    setting = base.setting_of(wires={**base.WIRES, "ranks_per_node": 1})
+    found = priced(Sharded("document", exchange=exchange), setting, ([5],))
+    assert found.across == max(found.sent.max(), found.received.max())
+
+
 def test_a_ring_goes_through_one_port_of_a_node():
     # Rank 1 passes all that it got on to rank 2, on the other node: 24 tokens, 768 B, at 512 B/s; a quarter of the
     # kernel, 4 + 4 blocks of 1 + 2 + ... + 8 pages in all, does not hide.

@@ -94,14 +94,14 @@ POLICIES: dict[str, Known] = {
         "pipelines are not supported there, and not modelled",
     ),
     "distca": Known(
-        lambda: packed.disaggregated(server_ranks=8),
+        packed.disaggregated,
         "one pool of all sequences side by side, a node's ranks as one server; its greedy by deficit",
         "DistCA, arXiv 2510.18121, and its published planner",
         "heads are dealt inside a node, which its tensor parallelism would not have to send; exchange of one level",
         pools=True,
     ),
     "distca-ranks": Known(
-        packed.disaggregated,
+        lambda: packed.disaggregated(server_ranks=1),
         "the same with each rank as a server",
         "DistCA, arXiv 2510.18121, and its published planner",
         "not how it is run: its servers are nodes",

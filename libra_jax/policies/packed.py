@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
 
 from libra_jax.assignments import Policy as Assignment
 from libra_jax.assignments import at_home, head_parallel
+from libra_jax.links import Links
 from libra_jax.placement import place
 from libra_jax.planner import pooled
 from libra_jax.policies import sharding
@@ -59,15 +61,17 @@ class Pools:
     assignment: which rank executes which block. pool_size: sequences of a pool; None: all that are side by side.
     order: how sequences come to pools. waves, relays, room: of `PoolSpec` and `RunShape.spec`; with room None plans
     that do not fit are replaced by the head-parallel one. exchange: "plan" or "ping_pong", of `base.Exchange`.
+    told_links: the assignment takes `links=`, and is told the run's.
     """
 
-    assignment: Assignment
+    assignment: Callable[..., np.ndarray]
     pool_size: int | None = 1
     order: Order = None
     waves: int = 4
     relays: bool = False
     room: float | None = None
     exchange: Exchange = "plan"
+    told_links: bool = False
 
     def step(self, sequences: Sequences, run: RunShape) -> StepPlan:
         """Raises ValueError where pools of `pool_size` do not divide the sequences side by side."""
@@ -80,11 +84,13 @@ class Pools:
         dealt = slots(sequences, spec, run, self.order)
         placing = (time.process_time() - start) / (dealt.shape[0] * dealt.shape[1])
         return StepPlan([
-            [self._group([sequences[i] for i in pool], spec, placing) for pool in micro_step] for micro_step in dealt
+            [self._group([sequences[i] for i in pool], spec, run.links, placing) for pool in micro_step]
+            for micro_step in dealt
         ])  # fmt: skip
 
-    def _group(self, sequences: Sequences, spec: PoolSpec, placing_seconds: float) -> Group:
-        group = planned_group(sequences, spec, self.assignment)
+    def _group(self, sequences: Sequences, spec: PoolSpec, links: Links, placing_seconds: float) -> Group:
+        assignment = functools.partial(self.assignment, links=links) if self.told_links else self.assignment
+        group = planned_group(sequences, spec, assignment)
         seconds = group.planning_seconds + placing_seconds
         group = dataclasses.replace(group, exchange=self.exchange, planning_seconds=seconds)
         if self.room is None and group.executor is not None:
@@ -143,10 +149,20 @@ def plain_context_parallel() -> Pools:
     return Pools(at_home, room=ROOMY)
 
 
-def disaggregated(tolerance: float = 0.1, server_ranks: int = 1, pool_size: int | None = None) -> Pools:
+def disaggregated(tolerance: float = 0.1, server_ranks: int | None = None, pool_size: int | None = None) -> Pools:
     """DistCA (arXiv 2510.18121): all sequences side by side are one pool, and a second micro-batch computes while the
-    first one's blocks and pages travel. See `distca` for what was read into it. server_ranks: see there."""
-    return Pools(distca(tolerance, server_ranks), pool_size, waves=1, room=ROOMY, exchange="ping_pong")
+    first one's blocks and pages travel. See `distca` for what was read into it.
+
+    server_ranks: see there; None: 8, a node's, or as many below 8 as go into the pool and a sequence's ranks evenly.
+    """
+
+    def servers(first_page: np.ndarray, num_pages: np.ndarray, spec: PoolSpec, speed: np.ndarray) -> np.ndarray:
+        size = server_ranks or math.gcd(8, spec.ranks)
+        if server_ranks is None and size % spec.cp and spec.cp % size:
+            size = math.gcd(size, spec.cp)
+        return distca(tolerance, size)(first_page, num_pages, spec, speed)
+
+    return Pools(servers, pool_size, waves=1, room=ROOMY, exchange="ping_pong")
 
 
 def libra_of_the_paper(pool_size: int = 8, cap: float = 1.02) -> Pools:
@@ -159,7 +175,7 @@ def libra(
 ) -> Pools:
     """Libra as it is built here: what `plan_pool` tries first, with the room that a spec has."""
     assignment = functools.partial(pooled, raised=tolerance)
-    return Pools(assignment, pool_size=pool_size, order=order, waves=waves, relays=relays)
+    return Pools(assignment, pool_size=pool_size, order=order, waves=waves, relays=relays, told_links=True)
 
 
 ROOMY = 1000.0

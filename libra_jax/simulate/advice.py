@@ -6,6 +6,7 @@ Every answer is a comparison of modelled steps, and says of which. Differences b
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -110,6 +111,11 @@ def verdict(outcomes: Sequence[Outcome], ours: str) -> Verdict:
     return Verdict(pays, best.policy, gain, "; ".join([sentence, *notes]) + ".")
 
 
+def as_built(pool_size: int, pp: int) -> str:
+    """The name of Libra as the trainer runs it: with stages all of a step is even, else what runs side by side."""
+    return f"libra-all:{pool_size}" if pp > 1 else f"libra:{pool_size}"
+
+
 def is_plain(name: str) -> bool:
     """Whether a policy is what one would run without Libra: it keeps a step's documents and pools no attention."""
     return known(name).keeps and not known(name).pools
@@ -118,7 +124,7 @@ def is_plain(name: str) -> bool:
 def with_own_kernels(batches: Batches, setting: Setting, other: str, pool_size: int) -> float:
     """How many times as fast Libra is on Triton's published speed, when `other` runs FlashAttention-3: by MFU."""
     mfu = []
-    for name, kernels in ((f"libra:{pool_size}", "triton"), (other, "fa3")):
+    for name, kernels in ((as_built(pool_size, setting.pp), "triton"), (other, "fa3")):
         cost = kernel(kernels, setting.table)[0]
         priced = dataclasses.replace(setting, cost=cost, run=dataclasses.replace(setting.run, cost=cost))
         found = next(compare([name], batches, priced))
@@ -239,7 +245,7 @@ def break_even(
         if progress is not None:
             progress(f"documents of at most {longest:,} tokens")
         batches = sample_steps(cut(lengths, longest).length, setting.run, steps, seed)
-        outcomes = list(compare([*kept, f"libra:{pool_size}"], batches, setting))
+        outcomes = list(compare([*kept, as_built(pool_size, setting.pp)], batches, setting))
         best = max(outcomes[:-1], key=lambda each: each.efficiency)
         heaviest = float(np.mean([heaviest_over_mean(sequences) for sequences in batches]))
         found.append(BreakEven(longest, outcomes[-1].efficiency / best.efficiency, best.policy, heaviest))
@@ -248,9 +254,9 @@ def break_even(
 
 def break_even_sentence(points: Sequence[BreakEven]) -> str:
     """From which skew on Libra pays, in words."""
-    paying = [point for point in points if point.gain >= 1 + WORTH]
+    paying = list(itertools.takewhile(lambda point: point.gain >= 1 + WORTH, points))
     if not paying:
-        return f"Libra gains {WORTH:.0%} at no length of documents that was looked at."
+        return f"Libra gains less than {WORTH:.0%} even with the corpus's longest documents."
     least = paying[-1]
     below = [point for point in points if point.longest < least.longest]
     sentence = (

@@ -183,7 +183,9 @@ def _sharded(group: Group, cost: CostModel, network: Network) -> GroupSeconds:
         across = float(np.maximum(2 * out + into, out + 2 * into).max())
     else:
         ring = group.exchange == "ring"
-        gather, across = _around(float(moved.sum(axis=0).max()), C, network, 1 if ring else None)
+        most = float(moved.sum(axis=0).max())
+        gather, across = _around(most, C, network, 1 if ring else None)
+        across *= max(sent.max(), received.max()) / max(most, 1.0)
         slowest = kernels.max(axis=1)
         if ring:  # a step of the ring runs beside the kernel of the step before it
             hidden = slowest * (C - 1) / C
@@ -193,7 +195,6 @@ def _sharded(group: Group, cost: CostModel, network: Network) -> GroupSeconds:
             )
         else:
             attention = float(gather + slowest[0]), float(2 * gather + slowest[1])
-        across *= 3
     pure = pure_seconds(group.sequences, spec, cost)
     return GroupSeconds(attention, kernels, (pure[0], pure[1]), sent, received, float(across))
 

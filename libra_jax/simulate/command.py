@@ -107,12 +107,10 @@ def run(options: SimulateOptions) -> int:
         return 0
     if options.steps < 20:
         print(f"{options.steps} steps: percentiles of fewer than 20 say little", file=sys.stderr)
-    policies = list(dict.fromkeys(
-        f"{name}:{options.pool}" if name in names.SIZED else name for name in options.policies
-    ))  # fmt: skip
+    policies = list(dict.fromkeys(_named(name, options) for name in options.policies))
     for name in policies:
         names.known(name)
-    ours = next((name for name in policies if name.startswith("libra")), None)
+    ours = next((name for name in policies if name.startswith(("libra:", "libra-all:"))), None)
     setting, kernel_source = setting_of(options)
     batches, lengths = _sampled(options, setting.run)
     say = _progress(console)
@@ -154,6 +152,13 @@ def run(options: SimulateOptions) -> int:
     if points:
         console.print(advice.break_even_sentence(points))
     return 0
+
+
+def _named(name: str, options: SimulateOptions) -> str:
+    """With a pool size, where the user gave none; "libra" as the trainer runs it."""
+    if name == "libra":
+        return advice.as_built(options.pool, options.pp)
+    return f"{name}:{options.pool}" if name in names.SIZED else name
 
 
 def own_kernels_sentence(ratio: float, other: str) -> str:
@@ -287,9 +292,20 @@ def table_of(outcomes: Sequence[Outcome], setting: Setting) -> Table:
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), title="Means (5th to 95th percentile) over steps")
     table.caption = (
         "tokens/s/GPU, MFU: means of all steps together; pools, ranks, micro-steps: the slowest over the mean; "
-        "bytes: the busiest rank's over Ulysses'"
+        "bytes: the busiest rank's over Ulysses', and what of them goes across nodes"
     )
-    columns = ("step s", "tokens/s/GPU", "MFU %", "of ideal %", "pools", "ranks", "micro-steps", "bytes", "memory GiB")
+    columns = (
+        "step s",
+        "tokens/s/GPU",
+        "MFU %",
+        "of ideal %",
+        "pools",
+        "ranks",
+        "micro-steps",
+        "bytes",
+        "across",
+        "GiB",
+    )
     table.add_column("policy", no_wrap=True)
     for name in columns:
         table.add_column(name, justify="right", overflow="fold")
@@ -306,6 +322,7 @@ def table_of(outcomes: Sequence[Outcome], setting: Setting) -> Table:
             _cell(numbers["rank_imbalance"]),
             _cell(numbers["micro_step_imbalance"]),
             _cell(numbers["busiest_bytes"], 2, 1 / ulysses),
+            _cell(numbers["across_bytes"], 2, 1 / ulysses),
             _cell(numbers["memory"], 1),
         )
     return table

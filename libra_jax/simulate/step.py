@@ -290,9 +290,8 @@ def gathered_seconds(count: float, setting: Setting) -> float:
     inside, node = count * (ranks - 1) / ranks / table["inside"].value, int(table["ranks_per_node"].value)
     if ranks <= node:
         return inside + table["inside_latency"].value
-    nodes = ranks / node
-    slow = table["oversubscription"].value if nodes > table["pod_nodes"].value else 1.0
-    ports = count * (nodes - 1) / nodes * slow / (node * table["across"].value)
+    slow = table["oversubscription"].value if ranks > node * table["pod_nodes"].value else 1.0
+    ports = count * (ranks - 1) / ranks * slow / (node * table["across"].value)
     return max(inside, ports) + table["across_latency"].value
 
 
