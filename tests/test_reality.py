@@ -6,9 +6,10 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.paper import reality
+from benchmarks.paper import reality, reality_kernels, reality_rows, reality_runs
 from benchmarks.paper.published import PUBLISHED, value
-from benchmarks.paper.reality import Row, rate_of
+from benchmarks.paper.reality_kernels import rate_of
+from benchmarks.paper.reality_rows import Row
 from libra_jax.policies import packed
 from libra_jax.policies.base import RunShape
 from libra_jax.policies.wlb import WLB
@@ -16,10 +17,10 @@ from libra_jax.simulate.constants import CURVES, constants, kernel
 from libra_jax.workload import CostModel
 
 QUICK = (
-    reality.attention_rows,
-    reality.kernel_rows,
-    reality.nccl_rows,
-    reality.llama_rows,
+    reality_kernels.attention_rows,
+    reality_kernels.kernel_rows,
+    reality_kernels.nccl_rows,
+    reality_runs.llama_rows,
     reality.two_rank_rows,
 )  # those that need no corpus
 
@@ -48,11 +49,11 @@ def test_every_published_number_has_unit_and_source():
 
 
 def test_profiles_parse():
-    attention = reality.read_csv("attention-h100.csv")
+    attention = reality_rows.read_csv("attention-h100.csv")
     assert len(attention) == 11 * 4 * 4
     assert {int(row["cp"]) for row in attention} == {int(row["tp"]) for row in attention} == {1, 2, 4, 8}
     assert all(float(row["duration_per_doc"]) > 0 for row in attention)
-    nccl = reality.read_csv("nccl-one-node.csv")
+    nccl = reality_rows.read_csv("nccl-one-node.csv")
     assert {row["op"] for row in nccl} == {"all_gather", "all_reduce", "reduce_scatter"}
     for row in nccl:  # bus bandwidth is what a rank receives in that time: sizes are of the whole buffer
         ranks, size, seconds = int(row["ngpu"]), int(row["size_bytes"]), float(row["t_us_out"]) * 1e-6
@@ -78,38 +79,38 @@ def test_a_document_on_several_ranks():
     """By hand: 8 blocks of 128 on 2 ranks, chunks 0 and 3, 1 and 2: 18 pages each, and 4 blocks."""
     cost = CostModel()
     seconds = 18 * cost.page_seconds + 4 * cost.block_seconds
-    assert reality.document_seconds(cost, 1024, 2, 1) == pytest.approx(seconds + cost.launch_seconds)
-    assert reality.document_seconds(cost, 1024, 2, 8) == pytest.approx(8 * seconds + cost.launch_seconds)
+    assert reality_kernels.document_seconds(cost, 1024, 2, 1) == pytest.approx(seconds + cost.launch_seconds)
+    assert reality_kernels.document_seconds(cost, 1024, 2, 8) == pytest.approx(8 * seconds + cost.launch_seconds)
 
 
 def test_a_rank_of_a_tensor_parallel_group_has_its_share():
-    whole, part = reality.LLAMA3_8B, reality.share_of_heads(reality.LLAMA3_8B, 8)
-    assert 8 * reality.layer_products(part)[0] == reality.layer_products(whole)[0]
+    whole, part = reality_rows.LLAMA3_8B, reality_runs.share_of_heads(reality_rows.LLAMA3_8B, 8)
+    assert 8 * reality_runs.layer_products(part)[0] == reality_runs.layer_products(whole)[0]
     table = constants("H200")
-    lowered = reality.tensor_parallel(table, part, 8)["products"].value
-    flops, received = 2 * reality.layer_products(part)[0], 4 * 2 * 4096 * 7 / 8
+    lowered = reality_runs.tensor_parallel(table, part, 8)["products"].value
+    flops, received = 2 * reality_runs.layer_products(part)[0], 4 * 2 * 4096 * 7 / 8
     assert flops / lowered == pytest.approx(flops / table["products"].value + received / table["inside"].value)
 
 
 def test_imbalance_and_idleness_by_hand():
-    setting = reality.wlb_setting()
+    setting = reality_runs.wlb_setting()
     even = [[[131_072]] * 4] * 2
-    assert reality.imbalance(packed.Sharded("sequence"), even, setting, 1) == pytest.approx(1)
+    assert reality_runs.imbalance(packed.Sharded("sequence"), even, setting, 1) == pytest.approx(1)
     skewed = [[[131_072], *[[1024] * 128] * 3]]
-    assert 1.1 < reality.imbalance(packed.Sharded("sequence"), skewed, setting, 0) < 4
+    assert 1.1 < reality_runs.imbalance(packed.Sharded("sequence"), skewed, setting, 0) < 4
     # Same bins, whatever the order: adaptive sharding is never slower than per sequence.
-    gains = reality.imbalance(reality.Adaptive(), skewed, setting, 0)
+    gains = reality_runs.imbalance(reality_runs.Adaptive(), skewed, setting, 0)
     assert gains >= 1
 
-    servers = reality.distca_setting(2, 2**17, 2, 1, 2, True)
-    assert reality.idle_share(WLB(delay=False), [[[2**16], [2**16]]], servers) == pytest.approx(0)
-    one = reality.idle_share(WLB(delay=False), [[[2**17], []]], servers)
+    servers = reality_runs.distca_setting(2, 2**17, 2, 1, 2, True)
+    assert reality_runs.idle_share(WLB(delay=False), [[[2**16], [2**16]]], servers) == pytest.approx(0)
+    one = reality_runs.idle_share(WLB(delay=False), [[[2**17], []]], servers)
     assert one == pytest.approx(0.5, abs=0.01)  # the other one has nothing but a launch
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_thresholds_are_evenly_spread(count):
-    assert np.allclose(np.diff([0, *reality.queues(count), 1]), 1 / (count + 1))
+    assert np.allclose(np.diff([0, *reality_runs.queues(count), 1]), 1 / (count + 1))
 
 
 @pytest.mark.parametrize("make", QUICK, ids=lambda make: make.__name__)
@@ -124,14 +125,14 @@ def test_rows_are_numbers_with_sources(make):
 
 def test_speed_up_over_the_best_split_on_a_small_cluster(monkeypatch):
     steps = [[[2**17], [1024] * 128, [2048] * 64, [4096] * 32]]
-    monkeypatch.setattr(reality, "steps_of", lambda name, run, count: steps)
-    gain = reality.distca_speed_up("any", 4, 2**17, 4, True)
+    monkeypatch.setattr(reality_runs, "steps_of", lambda name, run, count: steps)
+    gain = reality_runs.distca_speed_up("any", 4, 2**17, 4, True)
     assert 1 < gain < 4
 
 
 def test_report_and_csv_hold_every_row(monkeypatch, tmp_path):
     parts = [part for part in reality.PARTS if part.rows in QUICK]
-    monkeypatch.setattr(reality, "all_rows", lambda: tuple((part, tuple(part.rows())) for part in parts))
+    monkeypatch.setattr(reality_runs, "all_rows", lambda: tuple((part, tuple(part.rows())) for part in parts))
     text = "\n".join(reality.section())
     for part in parts:
         assert f"### {part.title}" in text
@@ -144,8 +145,8 @@ def test_report_and_csv_hold_every_row(monkeypatch, tmp_path):
 
 
 def test_run_shapes_are_the_published_ones():
-    run = reality.wlb_setting().run
+    run = reality_runs.wlb_setting().run
     assert run == RunShape(
         131_072, 1, 2, 4, 4, 4, cost=run.cost, links=run.links, token_seconds=run.token_seconds
     )  # 32 heads over TP 8
-    assert reality.wlb_setting().gpus * 8 == 64
+    assert reality_runs.wlb_setting().gpus * 8 == 64
