@@ -9,7 +9,8 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,12 +31,12 @@ from benchmarks.pools import CORPORA
 from libra_jax.memory import attention_bytes
 from libra_jax.placement import place, slot_lower_bound
 from libra_jax.policies import packed
-from libra_jax.policies.base import Policy
+from libra_jax.policies.base import Policy, Sequences
 from libra_jax.policies.distca import distca
 from libra_jax.policies.paper import paper_placer
 from libra_jax.policies.wlb import WLB as WLBPolicy
 from libra_jax.simulate.attention import group_seconds
-from libra_jax.simulate.step import token_seconds
+from libra_jax.simulate.step import Setting, token_seconds
 from libra_jax.workload import sequence_seconds
 
 Job = Callable[[], list[Row]]
@@ -264,23 +265,25 @@ def growth(dp: int, policy: str) -> list[Row]:
     sequences = case.batches()[0]
     start = time.process_time()
     if policy == "distca":
-        busiest, mean, across = _servers(sequences, setting)
+        found = _servers(sequences, setting)
         seconds = time.process_time() - start
-        pools = 1
+        busiest, across, beyond, peers, pools = None, found.busiest, found.beyond_pod, found.peers, 1
     else:
-        plan = policy_of(f"{policy}:{8 if policy == 'libra' else dp}").step(sequences, setting.run)
+        plan = policy_of(f"libra:{8 if policy == 'libra' else dp}").step(sequences, setting.run)
         seconds = time.process_time() - start
-        found = [group_seconds(group, setting.cost, setting.network) for group in plan.micro_steps[0]]
-        busiest = max(float(max(each.sent.max(), each.received.max())) for each in found)
-        mean = float(np.mean([each.sent.mean() for each in found]))
-        across, pools = max(each.across for each in found), len(found)
+        groups = [group_seconds(group, setting.cost, setting.network) for group in plan.micro_steps[0]]
+        busiest = max(float(max(each.sent.max(), each.received.max())) for each in groups)
+        beyond = 0.0 if groups[0].sent.size <= setting.network.pod_nodes * setting.run.links.ranks_per_node else None
+        peers = groups[0].sent.size // setting.run.links.ranks_per_node - 1  # at most: all nodes of the pool
+        across, pools = max(each.across for each in groups), len(groups)
     spec = setting.run.spec(8 if policy == "libra" else dp, waves=6, relays=policy != "distca")
     return [
         {
             "dp": dp,
             "policy": policy,
-            "busiest GB": busiest / 1e9,
-            "mean GB": mean / 1e9,
+            "busiest GB": None if busiest is None else busiest / 1e9,
+            "beyond pods GB": None if beyond is None else beyond / 1e9,
+            "peers": peers,
             "across GB": across / 1e9,
             "planning s": seconds,
             "planning s a pool": seconds / pools,
@@ -291,37 +294,54 @@ def growth(dp: int, policy: str) -> list[Row]:
     ]
 
 
-def _servers(sequences: Sequence[Sequence[int]], setting) -> tuple[float, float, float]:
-    """DistCA with a node as a server, too many ranks for a matrix of pairs: (busiest, mean, busiest between nodes)
-    bytes a rank, an eighth of its server's. Both passes: q, k, v, then q, k, v, o and do, and what comes back.
+class Servers(NamedTuple):
+    """Of one micro-step, both passes, a layer: the busiest rank's bytes between servers, the mean, the busiest rank's
+    that leave its pod, and with how many servers the busiest one exchanges."""
+
+    busiest: float
+    mean: float
+    beyond_pod: float
+    peers: int
+
+
+def _servers(sequences: Sequences, setting: Setting) -> Servers:
+    """DistCA with a node as a server, where ranks are too many for a matrix of pairs.
+
+    A server's ranks share what it executes by heads, evenly; what is home to a rank comes from that rank. Counted as in
+    `libra_jax.modelled`: q and pages there, o back; q, do and pages there, dq and gradients of pages back. Not counted:
+    what travels inside a server.
     """
-    run = setting.run
+    run, ranks = setting.run, setting.run.links.ranks_per_node
     spec = run.spec(run.dp, waves=1, room=packed.ROOMY)
     first, count = packed.pages_of(sequences, spec)
-    servers = (
-        distca(0.1, run.links.ranks_per_node)(first, count, spec, np.ones(spec.ranks))[:, 0] // run.links.ranks_per_node
-    )
-    own = np.arange(run.dp) * run.cp // run.links.ranks_per_node
-    ranks = run.links.ranks_per_node
-    sent, received = np.zeros((2, -(-spec.ranks // ranks)))
+    assert ranks == spec.cp, "a sequence is home to one server"
+    servers = distca(0.1, ranks)(first, count, spec, np.ones(spec.ranks))[:, 0] // ranks
     query = spec.block * spec.group * spec.head_dim * spec.item_bytes * spec.num_kv_heads
     page = spec.page_bytes * spec.num_kv_heads
-    for p in range(run.dp):
-        away = np.flatnonzero((servers[p] != own[p]) & (count[p] > 0))
+    sent, received, far_sent, far_received = np.zeros((4, spec.pool_size, spec.cp))
+    peers: list[set[int]] = [set() for _ in range(spec.pool_size)]
+    home = np.arange(spec.blocks_per_sequence) // spec.blocks_per_rank
+    for p in range(spec.pool_size):
+        away = np.flatnonzero((servers[p] != p) & (count[p] > 0))
         for server in np.unique(servers[p][away]):
             blocks = away[servers[p][away] == server]
             seen = np.zeros(spec.blocks_per_sequence + 1, np.int64)
             np.add.at(seen, first[p][blocks], 1)
             np.add.at(seen, blocks + 1, -1)
-            pages = np.count_nonzero(np.cumsum(seen)[:-1])
-            there = 4 * query * len(blocks) + 2 * page * pages  # q; then q, o, do; keys and values twice
-            back = 2 * query * len(blocks) + 2 * page * pages  # o; dq; gradients of keys and values, in float32
-            sent[own[p]] += there
-            received[server] += there
-            sent[server] += back
-            received[own[p]] += back
-    each = np.maximum(sent, received) / ranks
-    return float(each.max()), float(sent.mean() / ranks), float(each.max())
+            pages = np.flatnonzero(np.cumsum(seen)[:-1])
+            of_blocks, of_pages = (np.bincount(home[each], minlength=spec.cp) for each in (blocks, pages))
+            there = 3 * query * of_blocks + 2 * page * of_pages
+            back = 2 * query * of_blocks + page * of_pages
+            far = p // setting.network.pod_nodes != server // setting.network.pod_nodes
+            for out, into in ((sent, received), (far_sent, far_received))[: 1 + far]:
+                out[p] += there
+                into[p] += back
+                into[server] += there.sum() / spec.cp
+                out[server] += back.sum() / spec.cp
+            peers[p].add(int(server))
+            peers[server].add(p)
+    beyond = float(np.maximum(far_sent, far_received).max())
+    return Servers(float(np.maximum(sent, received).max()), float(sent.mean()), beyond, max(map(len, peers)))
 
 
 def growth_jobs(steps: int) -> list[Job]:

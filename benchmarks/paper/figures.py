@@ -254,12 +254,14 @@ def growth(folder: Path, rows: Rows) -> None:
     colors = {"libra": OURS, "libra-global": "#82aed2", "distca": "#3c8d5a"}
     for name, label in labels.items():
         part = chosen(rows, policy=name)
-        axes[0, 0].plot(values(part, "dp"), values(part, "busiest GB"), color=colors[name], marker="o", label=label)
+        axes[0, 0].plot(values(part, "dp"), values(part, "across GB"), color=colors[name], marker="o", label=label)
         axes[0, 1].plot(
             values(part, "dp"), values(part, "planning s a pool"), color=colors[name], marker="o", label=label
         )
     for panel, what in zip(
-        axes[0], ("busiest rank's GB a layer, both passes", "planning a pool, processor seconds"), strict=True
+        axes[0],
+        ("busiest rank's GB between nodes, a layer, both passes", "planning a pool, processor seconds"),
+        strict=True,
     ):
         powers(panel, [16, 64, 256, 1024, 4096])
         panel.set_xlabel("DP degree (sequences of 256K side by side, 8 GPUs each)")

@@ -124,8 +124,10 @@ def _head(tables: dict[str, list[Row]]) -> list[str]:
         "What a training step takes under Libra and under other systems, by the cluster model of `libra simulate`, and",
         "how that compares with what the Libra paper (arXiv 2607.23250) and others have published.",
         "",
-        "**A model: no GPU was used.** All policies see the same sampled steps and the same kernels, FlashAttention-3's",
-        "published speed on H100, unless a row says otherwise. Gains are ratios of efficiencies, each policy's modelled",
+        "**A model: no GPU was used.** All policies see the same sampled steps and the same kernels,",
+        "FlashAttention-3's",
+        "published speed on H100, unless a row says otherwise. Gains are ratios of efficiencies, each",
+        "policy's modelled",
         "steps over the ideal split of the same documents, so that policies which hold documents back are not paid for",
         "it. Made by `python -m benchmarks.paper`; every figure has its CSV beside it.",
         "",
@@ -141,11 +143,13 @@ def _head(tables: dict[str, list[Row]]) -> list[str]:
         f"  (`{WITHOUT_DELAY}`), {span(gains['wlb-batch-sorted'])} packed over the whole batch with like bins together",
         f"  (`wlb-batch-sorted`), {span(gains[ASSUMED])} with delay queues (`{ASSUMED}`).",
         "- Against one global pool whose exchange another micro-batch hides entirely (`distca`) it is",
-        f"  {span(gains['distca'])} times as fast: on a network without oversubscription bounded pools are no gain in time.",
+        f"  {span(gains['distca'])} times as fast: on a network without oversubscription bounded pools are no",
+        "gain in time.",
         "- These are equal kernels. With Triton's published speed for all, gains over `ulysses-sorted` are "
         + " and ".join(f"{row['gain']:.2f} ({row['tokens']})" for row in triton)
         + ";",
-        "  what FlashAttention-3 in the other systems would do to Libra on Triton kernels is in `libra simulate`'s verdict.",
+        "  what FlashAttention-3 in the other systems would do to Libra on Triton kernels is in `libra",
+        "simulate`'s verdict.",
         "",
     ]
 
@@ -173,9 +177,11 @@ def _placement(rows: Rows) -> list[str]:
             ["tokens", "corpus", "as packed", "placed (VRSP)", "no placement can be below", "like sequences together"],
             cells,
         ),
-        "**Why they differ.** Where no sequence outweighs a pool the placement here is within 0.0001 of perfect, below the",
+        "**Why they differ.** Where no sequence outweighs a pool the placement here is within 0.0001 of",
+        "perfect, below the",
         "paper's 0.005 and 0.007: slots are improved pair by pair after the paper's longest-first. Where one sequence",
-        "does (documents longer than the window are cut to sequences of one document), every placement is bound by that",
+        "does (documents longer than the window are cut to sequences of one document), every placement is",
+        "bound by that",
         "sequence plus the seven lightest, and ours meets the bound: the rest is for larger pools, or for putting like",
         "sequences side by side, which the last column does within micro-steps of 32 sequences. What is 'before' hangs",
         "on the corpus and on how many pools a step has; the paper's corpus is not public.",
@@ -200,9 +206,12 @@ def _scaling(rows: Rows) -> list[str]:
         *picture("2_scaling", "Throughput by DP degree"),
         "Throughput at DP 16 over the same policy's at DP 1.",
         *table(["tokens", "policy", "paper", "here, 8B, lognormal", "here, all models and corpora", "DP 256"], cells),
-        "**Why they differ.** Ulysses loses what the heaviest of 16 sequences costs beyond the mean, so this is the corpus",
-        "again: the lognormal here is a little more skewed at 256K than the paper's must be, and the reading of its tail",
-        "decides 1M. `libra-paper` is the paper's placement and tile placer, re-implemented; it loses to exchange what it",
+        "**Why they differ.** Ulysses loses what the heaviest of 16 sequences costs beyond the mean, so this",
+        "is the corpus",
+        "again: the lognormal here is a little more skewed at 256K than the paper's must be, and the reading",
+        "of its tail",
+        "decides 1M. `libra-paper` is the paper's placement and tile placer, re-implemented; it loses to",
+        "exchange what it",
         "does not hide. `libra` is as built here: like sequences in a micro-step, two levels of exchange.",
         "",
     ]
@@ -227,9 +236,12 @@ def _micro_batches(rows: Rows) -> list[str]:
         "",
         "A layer's forward pass of every sequence (Ulysses) or pool (Libra), over all micro-steps of 20 steps.",
         *table(["tokens", "", "ulysses", "libra-paper:8", "libra-all:8", "libra:8"], cells),
-        "**Why they differ.** The maximum of a sample grows with the sample: here it is over 1,280 sequences; how many the",
-        "paper took is not known, and its corpus has a heavier tail than the lognormal (23.1 needs one). Libra as built",
-        "(`libra:8`) makes micro-steps unlike each other on purpose: without a pipeline only what runs side by side has",
+        "**Why they differ.** The maximum of a sample grows with the sample: here it is over 1,280 sequences;",
+        "how many the",
+        "paper took is not known, and its corpus has a heavier tail than the lognormal (23.1 needs one).",
+        "Libra as built",
+        "(`libra:8`) makes micro-steps unlike each other on purpose: without a pipeline only what runs side",
+        "by side has",
         "to be alike. `libra-all:8` is for pipelines, and evens out all of a step; what is left is steps that differ.",
         "",
     ]
@@ -248,12 +260,15 @@ def _stragglers(rows: Rows) -> list[str]:
     return [
         "## 4. Stragglers",
         *picture("4_stragglers", "Slowest rank over an even split"),
-        "The slowest rank of a micro-step, one layer's forward attention with its exchange, DP 16, Qwen3-8B, lognormal;",
+        "The slowest rank of a micro-step, one layer's forward attention with its exchange, DP 16, Qwen3-8B,",
+        "lognormal;",
         "over what an even split of the kernels would take; and that over all models and corpora.",
         *table(["tokens", "policy", "ms", "over even", "95% of micro-steps", "all models and corpora"], cells),
-        "The paper shows Libra below Ulysses, WLB-LLM and DistCA here, in a figure without numbers. So it is here against",
+        "The paper shows Libra below Ulysses, WLB-LLM and DistCA here, in a figure without numbers. So it is",
+        "here against",
         "the first two. DistCA's global pool is close to Libra's on the kernels' side and, with all of its exchange",
-        "hidden beside a second micro-batch, ahead on corpora whose attention is light, where exchange is what is left.",
+        "hidden beside a second micro-batch, ahead on corpora whose attention is light, where exchange is",
+        "what is left.",
         "",
     ]
 
@@ -284,20 +299,24 @@ def _end_to_end(rows: Rows, tail: Rows, wlb: Rows) -> list[str]:
                 tokens, change, f"{here['ulysses']['heaviest']:.1f}",
                 *(f"{here[name]['gain']:.2f}" for name in ("ulysses", "ulysses-sorted", *WLB, "distca")),
             ])  # fmt: skip
-    settings = [
-        [row["tokens"], row["cap"], row["thresholds"], f"{row['gain']:.2f}", f"{row['memory']:.0f}",
-         f"{100 * row['tokens from other steps'] / max(row['tokens from other steps'] + row['tokens left out'], 1):.0f}"]
-        for row in wlb
-    ]  # fmt: skip
+    settings = []
+    for row in wlb:
+        came, left = row["tokens from other steps"], row["tokens left out"]
+        share = f"{100 * came / max(came + left, 1):.0f}"
+        gain = f"{row['gain']:.2f}"
+        settings.append([row["tokens"], row["cap"], row["thresholds"], gain, f"{row['memory']:.0f}", share])
     short = ["ulysses", "ulysses-sorted", *(name.removeprefix("wlb-") for name in WLB), "distca"]
     return [
         "## 5. End to end on 256 GPUs",
         *picture("5_gains", "Gain of Libra over every policy"),
         "Times as fast: Libra with pools of 8, as built. Median (least to most) over three models and three corpora.",
         *table(["over", *TOKENS, "mean of all"], cells),
-        "The paper: +44% over WLB-LLM on average, up to +68%. It leaves the delay queues out, as DistCA does, since they",
-        f"change what a step trains on; that is `{WITHOUT_DELAY}` here, or, if its packing sees the whole global batch,",
-        "`wlb-batch-shuffled`. The names: micro or batch, what is packed together; delay, with outlier queues; shuffled or",
+        "The paper: +44% over WLB-LLM on average, up to +68%. It leaves the delay queues out, as DistCA does,",
+        "since they",
+        f"change what a step trains on; that is `{WITHOUT_DELAY}` here, or, if its packing sees the whole",
+        "global batch,",
+        "`wlb-batch-shuffled`. The names: micro or batch, what is packed together; delay, with outlier",
+        "queues; shuffled or",
         "sorted, which bins share a micro-step.",
         *table(["tokens", "model", "corpus", "Libra % of ideal", "MFU %", *short], detail),
         *picture("5_losses", "What a step is made of"),
@@ -333,13 +352,15 @@ def _pool_size(rows: Rows, tiles: Rows) -> list[str]:
     return [
         "## 6. Pool size, mapping to nodes, and tile shapes",
         *picture("6_pool_size", "Pool size and exchange"),
-        "Qwen3-8B, lognormal, DP 32. Busiest rank's bytes of a layer, both passes, over Ulysses'; of these, between nodes.",
+        "Qwen3-8B, lognormal, DP 32. Busiest rank's bytes of a layer, both passes, over Ulysses'; of these,",
+        "between nodes.",
         *table(
             ["tokens", "pool", "% of ideal: two levels", "one level", "strided", "bytes", "between nodes: two levels",
              "one level", "strided", "planning ms a micro-step"],
             cells,
         ),
-        "Strided: a sequence's ranks lie on different nodes. What stayed inside a node then crosses, with any pool size:",
+        "Strided: a sequence's ranks lie on different nodes. What stayed inside a node then crosses, with any",
+        "pool size:",
         "CP groups belong inside nodes.",
         "",
         "The paper's placer with tiles of other lengths, by one kv head, DP 16, pools of 8:",
@@ -348,12 +369,19 @@ def _pool_size(rows: Rows, tiles: Rows) -> list[str]:
 
 
 def _growth(rows: Rows, bounded: Rows) -> list[str]:
-    cells = [
-        [row["policy"], row["dp"], f"{row['busiest GB']:.3f}", f"{row['mean GB']:.3f}", f"{row['across GB']:.3f}",
-         f"{row['planning s a pool']:.2f}", f"{row['planning s']:.1f}",
-         f"{row['tables MB a rank']:.1f}" if row["tables MB a rank"] != "" else ""]
-        for row in rows
-    ]  # fmt: skip
+    def cell(row: Row, name: str, digits: int) -> str:
+        return "" if row[name] == "" else f"{row[name]:.{digits}f}"
+
+    names = {
+        "across GB": 3,
+        "busiest GB": 3,
+        "beyond pods GB": 3,
+        "peers": 0,
+        "planning s a pool": 2,
+        "planning s": 1,
+        "tables MB a rank": 1,
+    }
+    cells = [[row["policy"], row["dp"], *(cell(row, name, digits) for name, digits in names.items())] for row in rows]
     nets = []
     for tokens in TOKENS:
         for over in names_of(bounded, "oversubscription"):
@@ -367,10 +395,12 @@ def _growth(rows: Rows, bounded: Rows) -> list[str]:
     return [
         "## 7. Exchange per rank while data parallelism grows",
         *picture("7_growth", "Bytes and planning time by DP degree"),
-        "One micro-step, 256K tokens, 8 GPUs to a sequence. libra: pools of 8. libra-global: one pool of all, same planner,",
+        "One micro-step, 256K tokens, 8 GPUs to a sequence. libra: pools of 8. libra-global: one pool of all,",
+        "same planner,",
         "two levels. distca: one pool of all, its greedy, a node a server. GB of a layer, both passes.",
         *table(
-            ["policy", "DP", "busiest rank", "mean", "between nodes", "planning a pool, s", "all pools, s",
+            ["policy", "DP", "busiest rank between nodes", "all of it", "beyond pods of 32 nodes",
+             "nodes it talks to", "planning a pool, s", "all pools, s",
              "plan tables, MB a rank"],
             cells,
         ),
@@ -445,13 +475,16 @@ def _claims(tables: dict[str, list[Row]]) -> list[str]:
                     f"over plain Ulysses still {plain_fifth:.2f}x, over ulysses-sorted {fifth:.2f}x",
                 ],
                 [
-                    "a global pool with two levels comes within 9% of bounded pools, unless the network is oversubscribed",
+                    "a global pool with two levels comes within 9% of bounded pools, "
+                    "unless the network is oversubscribed",
                     f"bounded over global, same planner: {', '.join(near)}",
                 ],
             ],
         ),
-        "So the case for bounded pools is not the time of a step on a full network. It is oversubscribed networks, planning",
-        "that does not grow with the cluster, plans and programs of one size, and traffic that a failure domain bounds.",
+        "So the case for bounded pools is not the time of a step on a full network. It is oversubscribed",
+        "networks, planning",
+        "that does not grow with the cluster, plans and programs of one size, and traffic that a failure",
+        "domain bounds.",
         "",
     ]
 
