@@ -108,6 +108,8 @@ def _text(tables: dict[str, list[Row]]) -> list[str]:
         *_growth(tables["7_growth"], tables["7_bounded"]),
         *_sensitivity(tables["sensitivity"]),
         *_claims(tables),
+        "## Held to reality",
+        "",
         *reality.section(),
         *_documents(tables["5_end_to_end"]),
         *_constants(),
