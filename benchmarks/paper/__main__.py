@@ -1,7 +1,7 @@
 """The paper's tables and figures, and how the model compares with what is published, in one command.
 
 Runs every experiment (`experiments`), writes a CSV each into docs/report, then pictures and the text beside them.
-Run: python -m benchmarks.paper [--only NAME ...] [--steps 20] [--draw]
+Run: python -m benchmarks.paper [--only NAME ...] [--steps 20] [--draw]; half an hour on two idle cores.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import tyro
 from rich.console import Console
+from rich.progress import track
 
 from benchmarks.paper.base import Row
 from benchmarks.paper.experiments import EXPERIMENTS, run
@@ -50,7 +51,9 @@ def main(options: Options) -> None:
         with concurrent.futures.ProcessPoolExecutor(options.processes, mp_context=context) as pool:
             for name in options.only or EXPERIMENTS:
                 begin = time.perf_counter()
-                rows = [row for part in pool.map(run, EXPERIMENTS[name](options.steps)) for row in part]
+                jobs = EXPERIMENTS[name](options.steps)
+                parts = track(pool.map(run, jobs), name, len(jobs), console=console, transient=True)
+                rows = [row for part in parts for row in part]
                 write_csv(options.folder / f"{name}.csv", rows)
                 console.print(f"{name}: {len(rows)} rows in {time.perf_counter() - begin:.0f} s")
     from benchmarks.paper.report import write_report

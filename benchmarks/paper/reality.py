@@ -115,15 +115,15 @@ MOST_ROWS = 45
 """Of a part that is printed row by row; the CSV has all."""
 COLUMNS = ("series", "what", "published", "modelled", "residual", "why")
 READING = (
-    "Long documents and large messages are priced well: fitted curves to 1%, all-gathers of more than 64 MiB to a few "
-    "percent in the median. Small ones are priced too low: short documents in the backward pass, few queries a rank, "
-    "and collectives below 64 MiB, whose latency is several times the constants'.",
+    "Long documents and large messages are priced well: fitted curves to 1%, all-gathers and FSDP's gathers of more "
+    "than 64 MiB to a few percent. Small ones are not: short documents in the backward pass and few queries a rank are "
+    "priced too low by up to a half, and one latency for all sizes and numbers of GPUs is up to 60% off at 8 MiB.",
     "Publications differ more from each other than the curves from their fit: an independent benchmark's "
     "FlashAttention-3 is faster forward and slower backward, and DistCA's profile is nearest to Triton's speeds and "
     "takes about twice what the FlashAttention-3 curve would, if it has 64 heads. Triton's backward speed is an "
     "assumption: there is no published point to hold it to.",
-    "Inside a node FSDP's gathers are too slow, because a rank is charged for its own share, and sums are as fast as "
-    "gathers, which they are not. Between nodes all ports run at full rate; one published measurement is far from it.",
+    "Sums are as fast as gathers in the model, which they are not with two GPUs. Between nodes all ports run at full "
+    "rate; one published measurement on 32 nodes is far from it.",
     "A step's linear part is probably too fast. Nothing is counted for elementwise work, and Llama 3's published "
     "throughput is well below what the model gives for its computation alone. The runtime's own pipeline, whose stages "
     "run forward twice and are not interleaved, is half as fast as Llama 3's at 16 micro-batches.",
