@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import simulate_base as base
 
-from libra_jax.policies import names
+from libra_jax.policies import names, packed
 from libra_jax.policies.base import changed
 from libra_jax.simulate.step import simulate_step
 
@@ -107,3 +107,22 @@ def test_names_that_there_are_not():
         with pytest.raises(ValueError, match="no policy is called"):
             names.policy(name)
     assert names.pool_size("libra", 16) == 8 and names.pool_size("distca", 16) == 16
+
+
+@pytest.mark.parametrize(("dp", "cp"), [(3, 1), (2, 2), (3, 4), (1, 6), (5, 3), (4, 16)])
+def test_a_global_pools_servers_go_into_ranks_evenly(dp, cp):
+    """Nodes of 8 where they go into the pool; fewer ranks to a server where they do not."""
+    setting = base.setting_of(seq_len=8 * 12 * 16, dp=dp, cp=cp, micro_steps=1)
+    plan = names.policy("distca").step([[setting.run.seq_len]] + [[1]] * (dp - 1), setting.run)
+    ((group,),) = plan.micro_steps
+    assert group.ranks == dp * cp
+    assert len(np.unique(group.executor)) > (1 if dp * cp > 1 else 0)
+
+
+def test_libra_is_told_the_runs_network(monkeypatch):
+    """As `plan_pool` is, so that what crosses nodes is dear where their wires are slow."""
+    seen, real = [], packed.pooled
+    monkeypatch.setattr(packed, "pooled", lambda *args, **named: seen.append(named["links"]) or real(*args, **named))
+    run = setting().run
+    names.policy("libra:2").step(steps(1)[0], run)
+    assert seen == [run.links] * 4
