@@ -238,6 +238,9 @@ def simulate(args: list[str]) -> int:
     options = tyro.cli(command.SimulateOptions, args=args, prog=f"{program()} simulate")
     try:
         return command.run(options)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads on; nothing to say at exit
+        return 1
     except (ValueError, OSError) as error:
         return _complain(error, 2)
 

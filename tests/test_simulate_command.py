@@ -13,6 +13,7 @@ from libra_jax.cli import main
 from libra_jax.policies import names
 from libra_jax.policies.base import Changed
 from libra_jax.simulate.advice import (
+    ALTERNATIVES,
     BreakEven,
     Recommendation,
     Tried,
@@ -51,12 +52,12 @@ def lengths_file(tmp_path):
 
 def test_tables(capsys):
     policies = ["ulysses", "per-document", "wlb-batch-delay-shuffled", "distca-ranks", "libra"]
-    assert simulate("--quick", "--constants", "--policies", *policies) == 0
+    assert simulate("--quick", "--policies", *policies) == 0
     out, err = capsys.readouterr()
-    for name in [*policies[:4], "libra:2", *LOSSES, "tokens/s/GPU", "MFU %", "across", "GiB"]:
+    for name in [*policies[:4], "libra:2", *ALTERNATIVES, *LOSSES, "tok/s/GPU", "MFU %", "across", "GiB"]:
         assert name in out, name
-    for constant in constants("H100").values():
-        assert constant.name in out
+    for title in ("Means over steps", "5th percentile", "95th percentile"):
+        assert title in out
     assert "8 H100: 2 micro-steps of 4 sequences" in out
     assert "a pool of 2: 4 GPUs on 1 node" in out
     assert "a model, no measurement" in out and "published TFLOP/s of Triton" in out
@@ -64,8 +65,8 @@ def test_tables(capsys):
     assert "2 steps: percentiles of fewer than 20 say little" in err
     # Shares of the time add up, to what is printed of them.
     rows = [line.split() for line in out.partition("Where the time goes")[2].splitlines()]
-    rows = [row for row in rows if len(row) == 2 + len(LOSSES) and row[0] in (*policies, "libra:2")]
-    assert len(rows) == 5
+    rows = [row for row in rows if len(row) == 2 + len(LOSSES) and row[0] in (*policies, *ALTERNATIVES, "libra:2")]
+    assert len(rows) == 7
     for _, *shares in rows:
         assert sum(map(float, shares)) == pytest.approx(100, abs=0.5)
 
@@ -174,7 +175,8 @@ def test_documents_cut_short_make_the_verdict_another(capsys):
 def test_a_corpus_that_is_too_small_comes_again(lengths_file, capsys):
     assert simulate("--quick", "--lengths", lengths_file([512] * 100), "--policies", "ulysses") == 0
     out, err = capsys.readouterr()
-    assert "the corpus has too few tokens for 14 steps: its documents come" in err
+    assert "too few tokens for 2 steps and the 12 that fill delay queues: its documents come" in err
+    assert "no verdict: it is about libra" in err
     assert "Libra" not in out  # no verdict without it
 
 
@@ -210,9 +212,9 @@ def test_policies_are_listed(capsys):
     ("args", "words"),
     [
         (["--policies", "ulyses"], ["no policy is called 'ulyses'", "Was ulysses meant?"]),
-        (["--policies", "libra:0"], ["no policy is called 'libra:0'"]),
+        (["--policies", "libra:0"], ["policy 'libra:0': the pool size (0) must be at least 1"]),
         (["--policies", "libra", "--pool", "3"], ["pool (3) must divide dp (4)"]),
-        (["--policies", "libra:3"], ["pool_size (3) must divide dp (4)"]),
+        (["--policies", "libra:3"], ["libra:3: pool_size (3) must divide dp (4)"]),
         (["--pp", "3"], ["pp (3) must divide the model's layers (28)"]),
         (["--set", "across"], ["--set across: must be NAME=VALUE"]),
         (["--set", "across=fast"], ["--set across=fast: must be NAME=VALUE with a number"]),
@@ -229,7 +231,18 @@ def test_policies_are_listed(capsys):
         (["--micro-steps", "0"], ["micro_steps (0) must be at least 1"]),
         (["--cp", "0"], ["cp (0) must be at least 1"]),
         (["--policies", "dynamic-cp", "--sync", "step"], ['sync="step"', "must have the same groups"]),
-        (["--policies", "dynamic-cp", "--pp", "2"], ["pp (2)", "must have the same groups"]),
+        (["--policies", "dynamic-cp", "--pp", "2"], ["dynamic-cp: pp (2)", "must have the same groups"]),
+        (["--policies"], ["policies must name one at least"]),
+        (["--pool", "0"], ["pool (0) must be at least 1"]),
+        (["--seed", "-1"], ["seed (-1) must be at least 0"]),
+        (["--lengths", ""], ["lengths must name a file, a folder, or one of"]),
+        (["--kernel", "FA3"], ["kernel ('FA3') must be one of triton, fa3, cudnn or a file"]),
+        (["--set", "products=1e30"], ["products (1e+30) must be at most peak"]),
+        (["--set", "oversubscription=0.5"], ["oversubscription=0.5: must be at least 1"]),
+        (["--set", "recompute=0.5"], ["recompute=0.5: must be 0 or 1"]),
+        (["--set", "inside_latency=-1"], ["inside_latency=-1: must be a finite number of 0 or more"]),
+        (["--plot", "no/such/folder/x.png"], ["plot (no/such/folder/x.png) must be a .png file in a folder"]),
+        (["--plot", "step.txt"], ["plot (step.txt) must be a .png file"]),
     ],
 )
 def test_what_is_refused_says_the_rule_and_the_numbers(args, words, capsys):
@@ -301,8 +314,8 @@ def test_reasons_compare_what_differs_in_one_thing():
     sizes = [pools[1], tried(2, 1, 0.99), tried(2, 4, None, 100.0)]
     reason = _reason(sizes[1], pools, sizes, pools[2], setting)
     assert reason == (
-        "pools of 1 are 11.1% slower; pools of 4 are 0.3% faster and need exchange among more ranks; cp 2 is 9.1% "
-        "slower; cp 4 needs 100 GiB; what was asked for is 8.8% slower"
+        "pools of 1 are 11.1% slower; pools of 4, which exchange among more ranks, are 0.3% faster; cp 2 is "
+        "9.1% slower; cp 4 needs 100 GiB; what was asked for is 8.8% slower"
     )
     nothing = _reason(tried(1, 2, None, 90.0), [], [tried(1, 2, None, 90.0)], tried(1, 2, None, 90.0), setting)
     assert nothing == "nothing that was tried fits in 79.1 GiB: the least needs 90"
@@ -335,11 +348,11 @@ def test_break_even_begins_with_the_documents_that_there_are():
     """Cuts that cut nothing are not points of their own, and the heaviest sequence is one as it was packed."""
     setting = setting_of(Options(seq_len=8192, cp=2, dp=2, micro_steps=1, pool=2, model="qwen3-0.6b"))[0]
     lengths = np.array([1000, 100, 50, 2] * 200)
-    points = break_even(lengths, setting, ["dynamic-cp", "libra:2"], 2)
+    points = break_even(lengths, setting, ["dynamic-cp", "per-document", "libra:2"], 2)
     assert [point.longest for point in points] == [1000, 512, 256, 128]
     assert len({point.heaviest for point in points}) == 4
     assert all(1 <= point.heaviest < 1.5 for point in points)
-    assert [point.longest for point in break_even(lengths.clip(max=60), setting, [], 2)] == [60]
+    assert [point.longest for point in break_even(lengths.clip(max=60), setting, ["ulysses"], 2)] == [60]
 
 
 def test_break_even_in_words():
@@ -358,3 +371,38 @@ def test_break_even_in_words():
 def test_a_verdict_needs_something_to_compare_with():
     with pytest.raises(ValueError, match="keeps every step's documents and pools nothing"):
         verdict([Outcome("libra:2", (), Changed(0, 0, 0, 0), 0, 0)], "libra:2")
+
+
+def test_a_gain_at_every_length_is_no_threshold():
+    points = [BreakEven(4096, 1.2, "ulysses", 3.0), BreakEven(64, 1.07, "ulysses", 1.0)]
+    assert break_even_sentence(points) == (
+        "Libra gains 2% or more down to documents of at most 64 tokens, the shortest tried: 7.0%, where a step's "
+        "heaviest sequence has 1.0 times the mean attention."
+    )
+
+
+def test_what_does_not_fit_does_not_pay(lengths_file, capsys):
+    path = lengths_file(([32768] + [256] * 896) * 5)
+    wide = ("--seq-len", "32768", "--pool", "4", "--quick", "--kernel", "fa3", "--set", "memory=1")
+    assert simulate("--lengths", path, "--policies", "libra", *wide) == 0
+    assert "Libra does not pay here: its fullest rank needs" in capsys.readouterr().out
+
+
+def test_constants_alone(capsys):
+    assert simulate("--constants", "--set", "across=4e10") == 0
+    out = capsys.readouterr().out
+    for constant in constants("H100").values():
+        assert constant.name in out
+    assert "set by the user" in out and "Means over steps" not in out
+
+
+def test_an_empty_file_of_lengths_is_refused_by_name(tmp_path, capsys):
+    (tmp_path / "empty.npy").touch()
+    assert simulate("--lengths", str(tmp_path / "empty.npy")) == 2
+    assert "empty.npy: " in capsys.readouterr().err
+
+
+def test_one_rank_a_sequence_has_no_ulysses_to_compare_bytes_with(capsys):
+    assert simulate("--quick", "--cp", "1", "--policies", "libra") == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("libra:2"))
+    assert line.split()[7:9] == ["-", "-"]

@@ -236,9 +236,9 @@ def _micro_batches(rows: Rows) -> list[str]:
     return [
         "## 3. Micro-batches: forward time, the longest over the mean",
         "",
-        "A layer's forward pass of every sequence (Ulysses) or pool (Libra), over all micro-steps of 20 steps.",
+        "A layer's forward pass of every sequence (Ulysses) or pool (Libra), over all micro-steps of 10 steps.",
         *table(["tokens", "", "ulysses", "libra-paper:8", "libra-all:8", "libra:8"], cells),
-        "**Why they differ.** The maximum of a sample grows with the sample: here it is over 1,280 sequences;",
+        "**Why they differ.** The maximum of a sample grows with the sample: here it is over 640 sequences;",
         "how many the",
         "paper took is not known, and its corpus has a heavier tail than the lognormal (23.1 needs one).",
         "Libra as built",

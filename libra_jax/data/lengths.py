@@ -76,7 +76,7 @@ def read_lengths(
         lengths = check_lengths(lengths, _ANY)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: neither text nor numbers ({error.reason} at byte {error.start})") from error
-    except ValueError as error:
+    except (ValueError, EOFError) as error:
         raise ValueError(f"{path}: {error}") from error
     if lengths.size == 0:
         raise ValueError(f"{path}: it holds no document length")
@@ -94,6 +94,8 @@ def find_lengths(name: str | os.PathLike) -> Path:
     Raises FileNotFoundError with the names there are.
     """
     path = Path(name)
+    if not str(name):
+        raise FileNotFoundError(f"lengths must name a file, a folder, or one of {', '.join(distribution_names())}")
     if path.exists() or path.with_name(f"{path.name}.idx").is_file():
         return path
     if str(name) in distribution_names():

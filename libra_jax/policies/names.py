@@ -151,7 +151,9 @@ def known(name: str) -> Known:
         make, about, source, limits = SIZED[plain]
         return Known(lambda: make(int(size or 8)), about, source, limits, pools=True)
     there = [*POLICIES, *(f"{each}[:P]" for each in SIZED)]
-    close = difflib.get_close_matches(name, there, 1)
+    if plain in SIZED and size.isdecimal():
+        raise ValueError(f"policy {name!r}: the pool size ({size}) must be at least 1")
+    close = difflib.get_close_matches(name.lower(), there, 1)
     hint = f" Was {close[0]} meant?" if close else ""
     raise ValueError(f"no policy is called {name!r}.{hint} There are {', '.join(there)}")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -27,7 +28,7 @@ POOLS = (1, 2, 4, 8, 16, 32)
 TOLERANCES = (0.001, 0.003, 0.01, 0.03)
 WAVES = (4, 6, 8)
 ALTERNATIVES = ("ulysses-sorted", "context-parallel", "per-document")
-"""What break-evens are also compared with: the best without pools for long, short and middling documents."""
+"""What Libra is always compared with: the best without pools for long, short and middling documents."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,23 +75,25 @@ class BreakEven:
     heaviest: float
 
 
-def verdict(outcomes: Sequence[Outcome], ours: str) -> Verdict:
-    """Of policies over the same steps, all with the same kernels.
+def verdict(outcomes: Sequence[Outcome], ours: str, room: float = math.inf) -> Verdict:
+    """Of policies over the same steps, all with the same kernels. room: GiB of a GPU.
 
-    Compared are policies that keep every step's documents and pool no attention: what one would run without Libra.
-    Others that are faster than these are named beside it: global pools, and those that hold documents back, whose price
+    Compared are policies that keep every step's documents, pool no attention and fit: what one would run without Libra.
+    Others that are faster than these are named beside it: global pools, and those that pack documents anew, whose price
     for a run's loss is not modelled. Raises ValueError where there is nothing to compare with.
     """
     mine = next(each for each in outcomes if each.policy == ours)
     plain = [each for each in outcomes if is_plain(each.policy)]
     if not plain:
         raise ValueError("a verdict needs a policy, beside Libra, that keeps every step's documents and pools nothing")
-    best = max(plain, key=lambda each: each.efficiency)
+    best = max([each for each in plain if each.memory <= room] or plain, key=lambda each: each.efficiency)
     gain = mine.efficiency / best.efficiency
-    pays = gain >= 1 + WORTH
+    pays = gain >= 1 + WORTH and mine.memory <= room
     against = f"with {best.policy}, the best without pools"
     if pays:
         sentence = f"Libra pays here, with equal kernels: steps are {gain:.2f} times as fast as {against}"
+    elif mine.memory > room:
+        sentence = f"Libra does not pay here: its fullest rank needs {mine.memory:.0f} GiB, and there are {room:g}"
     else:
         only = "only " if gain >= 1 else ""
         sentence = (
@@ -99,15 +102,12 @@ def verdict(outcomes: Sequence[Outcome], ours: str) -> Verdict:
         )
     notes = []
     for each in outcomes:
+        ratio = f"{mine.efficiency / each.efficiency:.2f} times as fast as"
         if each.policy == "ulysses" and each is not best:
-            notes.append(f"{mine.efficiency / each.efficiency:.2f} times as fast as plain packing with Ulysses")
+            notes.append(f"{ratio} plain packing with Ulysses")
         elif each not in plain and not each.policy.startswith("libra") and each.efficiency > best.efficiency:
-            why = (
-                "one pool of all sequences"
-                if known(each.policy).keeps
-                else "which holds documents back or regroups them"
-            )
-            notes.append(f"{mine.efficiency / each.efficiency:.2f} times as fast as {each.policy}, {why}")
+            why = "one pool of all sequences" if known(each.policy).keeps else "which packs documents anew"
+            notes.append(f"{ratio} {each.policy}, {why}")
     return Verdict(pays, best.policy, gain, "; ".join([sentence, *notes]) + ".")
 
 
@@ -121,15 +121,18 @@ def is_plain(name: str) -> bool:
     return known(name).keeps and not known(name).pools
 
 
-def with_own_kernels(batches: Batches, setting: Setting, other: str, pool_size: int) -> float:
-    """How many times as fast Libra is on Triton's published speed, when `other` runs FlashAttention-3: by MFU."""
-    mfu = []
-    for name, kernels in ((as_built(pool_size, setting.pp), "triton"), (other, "fa3")):
+def with_own_kernels(batches: Batches, setting: Setting, ours: str, others: Sequence[str]) -> tuple[str, float]:
+    """The fastest of the plain ones of `others` with FlashAttention-3, and how many times as fast `ours` is with
+    Triton's published speed, by MFU."""
+    mfu = {}
+    for name, kernels in [(ours, "triton"), *((name, "fa3") for name in others if is_plain(name))]:
         cost = kernel(kernels, setting.table)[0]
         priced = dataclasses.replace(setting, cost=cost, run=dataclasses.replace(setting.run, cost=cost))
         found = next(compare([name], batches, priced))
-        mfu.append(sum(step.flops for step in found.steps) / sum(step.step for step in found.steps))
-    return mfu[0] / mfu[1]
+        mfu[name] = sum(step.flops for step in found.steps) / sum(step.step for step in found.steps)
+    mine = mfu.pop(ours)
+    best = max(mfu, key=lambda name: mfu[name])
+    return best, mine / mfu[best]
 
 
 def recommend(
@@ -207,7 +210,7 @@ def _reason(best: Tried, pools: Sequence[Tried], sizes: Sequence[Tried], asked: 
         parts.append(f"pools of {smaller[-1].pool_size} are {_slower(smaller[-1], pool)}")
     if larger:
         top = max(larger, key=lambda each: each.efficiency or 0)
-        parts.append(f"pools of {top.pool_size} are {_slower(top, pool)} and need exchange among more ranks")
+        parts.append(f"pools of {top.pool_size}, which exchange among more ranks, are {_slower(top, pool)}")
     size = next(each for each in sizes if each.cp == best.cp)
     for each in sizes:
         if each.cp != best.cp:
@@ -223,6 +226,8 @@ def _reason(best: Tried, pools: Sequence[Tried], sizes: Sequence[Tried], asked: 
 def _slower(each: Tried, other: Tried) -> str:
     """By how much, in words. Both must fit."""
     ratio = (each.efficiency or 0.0) / (other.efficiency or 1.0)
+    if abs(1 - ratio) < 5e-4:
+        return "as fast"
     return f"{abs(1 - ratio):.1%} {'slower' if ratio < 1 else 'faster'}"
 
 
@@ -237,8 +242,8 @@ def break_even(
 ) -> list[BreakEven]:
     """Gains on the corpus with its documents cut shorter and shorter: to the sequence, to half of it, and so on to a
     64th; lengths that cut none are left out but for the least of them. others: policies to compare with: the plain ones
-    of them (`is_plain`) and `ALTERNATIVES`."""
-    kept = list(dict.fromkeys([*(name for name in others if is_plain(name)), *ALTERNATIVES]))
+    of them (`is_plain`)."""
+    kept = [name for name in others if is_plain(name)]
     found, there = [], int(lengths.max())
     cuts = [setting.run.seq_len // 2**halvings for halvings in range(7)]
     for longest in [min(each, there) for each in cuts if each // 2 < there or each == cuts[-1]]:
@@ -258,6 +263,12 @@ def break_even_sentence(points: Sequence[BreakEven]) -> str:
     if not paying:
         return f"Libra gains less than {WORTH:.0%} even with the corpus's longest documents."
     least = paying[-1]
+    if len(paying) == len(points):
+        return (
+            f"Libra gains {WORTH:.0%} or more down to documents of at most {least.longest:,} tokens, the shortest "
+            f"tried: {least.gain - 1:.1%}, where a step's heaviest sequence has {least.heaviest:.1f} times the mean "
+            "attention."
+        )
     below = [point for point in points if point.longest < least.longest]
     sentence = (
         f"Libra gains {WORTH:.0%} or more once documents reach {least.longest:,} tokens, where a step's heaviest "

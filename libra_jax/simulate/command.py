@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +38,8 @@ MODELS: dict[str, Qwen3Config] = {
 }
 WARM_UP = 12
 """Steps for which policies that hold documents back fill their queues, before the first that is priced."""
+MOST_DOCUMENTS = 100_000_000
+"""That are sampled at most."""
 Say = Any  # Callable[[str], None]
 
 
@@ -67,11 +69,14 @@ class SimulateOptions:
     gpus: Literal["H100", "H200", "B200"] = "H100"
     """GPUs of the cluster, dp * cp * pp of them."""
     policies: tuple[str, ...] = (
-        "ulysses", "ulysses-sorted", "per-document", "wlb-batch-shuffled", "wlb-batch-delay-shuffled", "distca", "libra"
+        "ulysses", "ulysses-sorted", "context-parallel", "per-document", "wlb-micro-shuffled",
+        "wlb-micro-delay-shuffled", "distca", "libra",
     )  # fmt: skip
-    """What to compare; --list-policies says what there is."""
+    """What to compare; --list-policies says what there is. Where Libra is among them, so are the best plain ones."""
     steps: int = 20
     """Optimizer steps to sample."""
+    bytes_per_token: float = 1.0
+    """Text is counted in bytes and divided by this; 1 is byte tokens, 4 near common tokenizers."""
     kernel: str = "triton"
     """Attention kernels of all policies: triton, fa3 or cudnn, from published curves; or a cost model that
     benchmarks/gpu_check.py measured."""
@@ -92,7 +97,7 @@ class SimulateOptions:
     plot: Path | None = None
     """Draw what steps are made of into this file (PNG)."""
     constants: bool = False
-    """Print all constants with their sources."""
+    """Print all constants with their sources, and do nothing else."""
     list_policies: bool = False
     """Print what policies there are, with their sources and limits, and do nothing else."""
 
@@ -105,24 +110,27 @@ def run(options: SimulateOptions) -> int:
     if options.list_policies:
         console.print(policies_table())
         return 0
+    setting, kernel_source = setting_of(options)
+    if options.constants:
+        console.print(constants_table(setting.table))
+        console.print(f"kernels: {kernel_source}")
+        return 0
+    policies, ours = _policies(options)
+    if options.plot is not None and (options.plot.suffix != ".png" or not options.plot.absolute().parent.is_dir()):
+        raise ValueError(f"plot ({options.plot}) must be a .png file in a folder that is there")
     if options.steps < 20:
         print(f"{options.steps} steps: percentiles of fewer than 20 say little", file=sys.stderr)
-    policies = list(dict.fromkeys(_named(name, options) for name in options.policies))
-    for name in policies:
-        names.known(name)
-    ours = next((name for name in policies if name.startswith(("libra:", "libra-all:"))), None)
-    setting, kernel_source = setting_of(options)
     batches, lengths = _sampled(options, setting.run)
     say = _progress(console)
     outcomes = list(compare(policies, batches, setting, WARM_UP, say))
     measured = batches[WARM_UP:]
     verdict = recommendation = own = None
     points: list[advice.BreakEven] = []
-    if ours is not None and any(advice.is_plain(name) for name in policies):
+    if ours is not None:
         size = names.pool_size(ours, setting.run.dp)
-        verdict = advice.verdict(outcomes, ours)
-        if options.kernel == "triton":
-            own = advice.with_own_kernels(measured[:3], setting, verdict.best_other, size)
+        verdict = advice.verdict(outcomes, ours, setting.table["memory"].value)
+        if options.kernel == "triton" and options.gpus != "B200":  # FlashAttention-3 is for Hopper
+            own = advice.with_own_kernels(measured[:3], setting, ours, policies)
         if not options.quick:
             recommendation = advice.recommend(measured[:2], setting, size, say)
             points = advice.break_even(lengths, setting, policies, size, 2, options.seed, say)
@@ -142,16 +150,35 @@ def run(options: SimulateOptions) -> int:
     if verdict is not None:
         console.print(f"\n[bold]{verdict.sentence}[/bold]")
         if own is not None:
-            console.print(own_kernels_sentence(own, verdict.best_other))
+            console.print(own_kernels_sentence(*own))
     if recommendation is not None:
-        best = recommendation.best
+        best, run = recommendation.best, setting.run
         console.print(
-            f"Recommended: pool {best.pool_size}, cp {best.cp} (dp {best.dp}), tolerance {best.tolerance:g}, "
-            f"waves {best.waves}: {recommendation.reason}."
+            f"Recommended, from two steps: pool {best.pool_size}, cp {best.cp} (dp {best.dp}, micro-steps "
+            f"{run.sequences // best.dp}), tolerance {best.tolerance:g}, waves {best.waves}: {recommendation.reason}. "
+            f"In a config: --mesh.pools {best.dp // best.pool_size} --mesh.pool-size {best.pool_size} "
+            f"--mesh.cp {best.cp} --attention.waves {best.waves}; the tolerance is plan_pool's."
         )
     if points:
         console.print(advice.break_even_sentence(points))
     return 0
+
+
+def _policies(options: SimulateOptions) -> tuple[list[str], str | None]:
+    """Names to compare, and the one that the verdict is about. Where there is one, with all `advice.ALTERNATIVES`."""
+    if options.pool < 1:
+        raise ValueError(f"pool ({options.pool}) must be at least 1")
+    policies = list(dict.fromkeys(_named(name, options) for name in options.policies))
+    if not policies:
+        raise ValueError("policies must name one at least; --list-policies says what there is")
+    for name in policies:
+        names.known(name)
+    ours = next((name for name in policies if name.startswith(("libra:", "libra-all:"))), None)
+    if ours is None:
+        print("no verdict: it is about libra, which is not among the policies", file=sys.stderr)
+        return policies, None
+    missing = [name for name in advice.ALTERNATIVES if name not in policies]
+    return [*missing, *policies], ours
 
 
 def _named(name: str, options: SimulateOptions) -> str:
@@ -161,11 +188,12 @@ def _named(name: str, options: SimulateOptions) -> str:
     return f"{name}:{options.pool}" if name in names.SIZED else name
 
 
-def own_kernels_sentence(ratio: float, other: str) -> str:
+def own_kernels_sentence(other: str, ratio: float) -> str:
     """All policies were priced with one kernel; what if each had its own?"""
+    fast = "about as fast" if abs(ratio - 1) < 0.005 else f"{ratio:.2f} times as fast"
     return (
         f"That is with the same kernels everywhere. On Triton's published speed, against {other} on FlashAttention-3, "
-        f"Libra's steps are {ratio:.2f} times as fast{'' if ratio >= 1 else ': slower'}."
+        f"Libra's steps are {fast}{': slower' if ratio < 0.995 else ''} (from three steps)."
     )
 
 
@@ -174,9 +202,9 @@ def setting_of(options: SimulateOptions) -> tuple[Setting, str]:
     table = changed(constants(options.gpus), _values(options.set))
     cost, source = kernel(options.kernel, table)
     model = MODELS[options.model]
-    for name in ("steps", "pool", "dp", "cp", "pp", "micro_steps"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"{name} ({getattr(options, name)}) must be at least 1")
+    for name, least in {"steps": 1, "pool": 1, "dp": 1, "cp": 1, "pp": 1, "micro_steps": 1, "seed": 0}.items():
+        if getattr(options, name) < least:
+            raise ValueError(f"{name} ({getattr(options, name)}) must be at least {least}")
     shape = RunShape(
         options.seq_len,
         options.dp,
@@ -214,7 +242,12 @@ def _sampled(options: SimulateOptions, run: RunShape) -> tuple[list[list[list[in
     steps = options.steps + WARM_UP  # the same steps, whether or not a policy holds documents back
     path = find_lengths(options.lengths)
     wanted = int(1.02 * steps * run.sequences * run.seq_len)
-    lengths = read_lengths(path, least_tokens=wanted, seed=options.seed)
+    lengths = read_lengths(path, bytes_per_token=options.bytes_per_token, least_tokens=wanted, seed=options.seed)
+    if path.is_dir() and options.bytes_per_token == 1:
+        print("text is counted in bytes, a token each; --bytes-per-token 4 is nearer to tokenizers", file=sys.stderr)
+    long = int((lengths > run.seq_len).sum())
+    if long:
+        print(f"{long:,} of {len(lengths):,} documents are longer than a sequence and are cut", file=sys.stderr)
     longest = run.seq_len if options.longest is None else options.longest
     if longest < 1:
         raise ValueError(f"longest ({longest}) must be at least 1")
@@ -222,7 +255,13 @@ def _sampled(options: SimulateOptions, run: RunShape) -> tuple[list[list[list[in
         lengths = cut(lengths, longest).length
     if lengths.sum() < wanted:  # a real corpus that is too small: its documents again, in another order
         times = int(-(-wanted // lengths.sum()))
-        print(f"the corpus has too few tokens for {steps} steps: its documents come {times} times", file=sys.stderr)
+        if times * len(lengths) > MOST_DOCUMENTS:
+            raise ValueError(
+                f"{steps} steps need {wanted:,} tokens, {times * len(lengths):,} documents of this corpus, and "
+                f"{MOST_DOCUMENTS:,} at most are sampled: ask for fewer or smaller steps"
+            )
+        what = f"{options.steps} steps and the {WARM_UP} that fill delay queues"
+        print(f"the corpus has too few tokens for {what}: its documents come {times} times", file=sys.stderr)
         lengths = np.tile(lengths, times)
     return sample_steps(lengths, run, steps, options.seed), lengths
 
@@ -256,7 +295,13 @@ def _show(
     else:
         nodes, where = -(-pool // node) * run.cp, "a sequence's ranks on different nodes"
     console.print(f"a pool of {pool}: {pool * run.cp} GPUs on {nodes} node{'s' if nodes > 1 else ''}, {where}\n")
-    console.print(table_of(outcomes, setting))
+    console.print(table_of(outcomes, setting, "Means over steps", lambda spread: spread[0]))
+    console.print(table_of(outcomes, setting, "5th percentile", lambda spread: spread[1]))
+    console.print(table_of(outcomes, setting, "95th percentile", lambda spread: spread[2]))
+    console.print(
+        "tokens/s/GPU, MFU: means of all steps together. pools, ranks, micro-steps: the slowest over the mean. bytes: "
+        "the busiest rank's over those of a full sequence by Ulysses, and what of them goes across nodes."
+    )
     console.print(losses_table(outcomes))
     heaviest, low, high = spread([heaviest_over_mean(sequences) for sequences in measured])
     tokens = sum(map(sum, itertools.chain.from_iterable(measured)))
@@ -275,55 +320,27 @@ def _show(
     for each in outcomes:
         if any(each.changed):
             console.print(changed_sentence(each))
-    if options.constants:
-        console.print(constants_table(setting.table))
 
 
-def _cell(value: tuple[float, float, float], digits: int = 2, scale: float = 1.0) -> str:
-    mean, low, high = (scale * x for x in value)
-    digits = digits if high < 100 else min(digits, 1) if high < 1000 else 0
-    text = f"{mean:.{digits}f}"
-    same = f"{low:.{digits}f}" == text == f"{high:.{digits}f}"
-    return text if same else f"{text} ({low:.{digits}f}-{high:.{digits}f})"
-
-
-def table_of(outcomes: Sequence[Outcome], setting: Setting) -> Table:
-    """Mean over steps, and the 5th to 95th percentile."""
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), title="Means (5th to 95th percentile) over steps")
-    table.caption = (
-        "tokens/s/GPU, MFU: means of all steps together; pools, ranks, micro-steps: the slowest over the mean; "
-        "bytes: the busiest rank's over Ulysses', and what of them goes across nodes"
-    )
-    columns = (
-        "step s",
-        "tokens/s/GPU",
-        "MFU %",
-        "of ideal %",
-        "pools",
-        "ranks",
-        "micro-steps",
-        "bytes",
-        "across",
-        "GiB",
-    )
+def table_of(
+    outcomes: Sequence[Outcome], setting: Setting, title: str, pick: Callable[[tuple[float, float, float]], float]
+) -> Table:
+    """A row for each policy. pick: which of mean, 5th and 95th percentile."""
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), title=title)
     table.add_column("policy", no_wrap=True)
-    for name in columns:
-        table.add_column(name, justify="right", overflow="fold")
+    for name in ("step s", "tok/s/GPU", "MFU %", "pools", "ranks", "micro-steps", "bytes", "across", "GiB"):
+        table.add_column(name, justify="right")
     for each in outcomes:
-        numbers = each.numbers(setting)
-        ulysses = numbers["ulysses_bytes"][0] or 1.0
+        numbers = {name: pick(spread) for name, spread in each.numbers(setting).items()}
+        ulysses = numbers["ulysses_bytes"]
         table.add_row(
             each.policy,
-            _cell(numbers["step"]),
-            _cell(numbers["tokens per gpu second"], 0),
-            _cell(numbers["mfu"], 1, 100),
-            f"{100 * each.efficiency:.1f}",
-            _cell(numbers["pool_imbalance"]),
-            _cell(numbers["rank_imbalance"]),
-            _cell(numbers["micro_step_imbalance"]),
-            _cell(numbers["busiest_bytes"], 2, 1 / ulysses),
-            _cell(numbers["across_bytes"], 2, 1 / ulysses),
-            _cell(numbers["memory"], 1),
+            f"{numbers['step']:.4g}",
+            f"{numbers['tokens per gpu second']:.0f}",
+            f"{100 * numbers['mfu']:.1f}",
+            *(f"{numbers[name]:.2f}" for name in ("pool_imbalance", "rank_imbalance", "micro_step_imbalance")),
+            *(f"{numbers[name] / ulysses:.2f}" if ulysses else "-" for name in ("busiest_bytes", "across_bytes")),
+            f"{numbers['memory']:.1f}",
         )
     return table
 
@@ -376,7 +393,7 @@ def _content(
     kernel_source: str,
     outcomes: Sequence[Outcome],
     verdict: advice.Verdict | None,
-    own: float | None,
+    own: tuple[str, float] | None,
     recommendation: advice.Recommendation | None,
     points: Sequence[advice.BreakEven],
 ) -> dict[str, Any]:
@@ -397,7 +414,9 @@ def _content(
             }
             for each in outcomes
         ],
-        "verdict": None if verdict is None else dataclasses.asdict(verdict) | {"with_own_kernels": own},
+        "verdict": None
+        if verdict is None
+        else dataclasses.asdict(verdict) | {"with_own_kernels": own and {"best_other": own[0], "gain": own[1]}},
         "recommendation": None if recommendation is None else dataclasses.asdict(recommendation),
         "break_even": None
         if not points

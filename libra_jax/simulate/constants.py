@@ -86,14 +86,20 @@ def changed(table: Constants, values: Mapping[str, float]) -> Constants:
     for name, value in values.items():
         if name not in table:
             raise ValueError(f"--set {name}: no constant is called that; there are {', '.join(sorted(table))}")
-        may_be_zero = table[name].unit.startswith("0 ") or table[name].unit == "s"
+        unit = table[name].unit
+        may_be_zero = unit.startswith("0 ") or unit == "s"
         if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
-            raise ValueError(f"--set {name}={value:g}: must be a finite number{'' if may_be_zero else ' above 0'}")
-        if table[name].unit.startswith("0 ") and value > 1:
-            raise ValueError(f"--set {name}={value:g}: must be {table[name].unit}")
-        if table[name].unit in ("GPUs", "nodes") and value != int(value):
-            raise ValueError(f"--set {name}={value:g}: must be a whole number of {table[name].unit}")
+            least = "of 0 or more" if may_be_zero else "above 0"
+            raise ValueError(f"--set {name}={value:g}: must be a finite number {least}")
+        if (unit == "0 or 1" and value not in (0, 1)) or (unit == "0 to 1" and value > 1):
+            raise ValueError(f"--set {name}={value:g}: must be {unit}")
+        if unit in ("GPUs", "nodes") and value != int(value):
+            raise ValueError(f"--set {name}={value:g}: must be a whole number of {unit}")
+        if unit == "x" and value < 1:
+            raise ValueError(f"--set {name}={value:g}: must be at least 1")
         new[name] = dataclasses.replace(table[name], value=value, source="set by the user")
+    if new["products"].value > new["peak"].value:
+        raise ValueError(f"products ({new['products'].value:g}) must be at most peak ({new['peak'].value:g}) FLOP/s")
     return new
 
 
@@ -139,13 +145,15 @@ def kernel(name: str, table: Constants) -> tuple[CostModel, str]:
     Raises FileNotFoundError or ValueError for a file that is none.
     """
     if name not in KERNELS:
+        if not Path(name).is_file():
+            raise FileNotFoundError(f"kernel ({name!r}) must be one of {', '.join(KERNELS)} or a file: it is neither")
         return CostModel.load(Path(name)), f"measured: {name}"
     model = CostModel() if name == "triton" else fitted(CURVES[name])
     source = (
         "published TFLOP/s of Triton in the FlashAttention-3 comparison" if name == "triton" else CURVES[name].source
     )
     ratio = _OF["H100"][0].value / table["peak"].value
-    if ratio != 1:
+    if abs(ratio - 1) > 0.01:
         source += f", scaled by peak FLOP/s ({1 / ratio:.2f} times an H100's): not measured on this GPU"
     fields = ("page_seconds", "block_seconds", "backward_page_seconds", "backward_block_seconds")
     return dataclasses.replace(model, **{name: getattr(model, name) * ratio for name in fields}), source

@@ -81,6 +81,10 @@ def _gains(axes: Axes, points: Sequence[BreakEven]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks([p.longest for p in points], [short(p.longest) for p in points])
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("longest document, tokens (numbers: heaviest sequence over mean)")
-    axes.set_title("Times as fast as the best other policy", loc="left", fontsize=10)
+    axes.set_xlabel("longest document, tokens")
+    axes.set_title(
+        "Libra: times as fast as the best without pools\n(at points: heaviest sequence over the mean)",
+        loc="left",
+        fontsize=10,
+    )
     axes.spines[["top", "right"]].set_visible(False)

@@ -51,6 +51,11 @@ class Outcome:
         return sum(step.step for step in self.steps) / max(sum(step.tokens for step in self.steps), 1)
 
     @property
+    def memory(self) -> float:
+        """GiB of the fullest rank in any step."""
+        return max(step.memory for step in self.steps)
+
+    @property
     def efficiency(self) -> float:
         """Ideal time over modelled time, of all steps together."""
         return sum(step.ideal for step in self.steps) / sum(step.step for step in self.steps)
@@ -123,4 +128,8 @@ def compare(
         if progress is not None:
             progress(name)
         holds = "-delay" in name
-        yield outcome(name, names.policy(name), batches if holds else batches[warm_up:], setting, warm_up * holds)
+        try:
+            found = outcome(name, names.policy(name), batches if holds else batches[warm_up:], setting, warm_up * holds)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        yield found
