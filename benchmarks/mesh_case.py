@@ -127,7 +127,7 @@ class Case:
     @property
     def base(self) -> str:
         """The policy that others are compared with."""
-        return "Libra" if "Libra" in self.policies else next(iter(self.policies))
+        return "libra" if "libra" in self.policies else next(iter(self.policies))
 
 
 def make_case(options: Options) -> Case:
@@ -149,8 +149,8 @@ def make_case(options: Options) -> Case:
     spec, sequences = config.spec, config.mesh.sequences
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     shrink = options.shrink or (max(262_144 / spec.seq_len, 1.0) if on_cpu else 1.0)
-    if "Libra, paper" in policies and shrink > 1:  # its tiles are so many tokens of sequences that are not shrunk
-        policies["Libra, paper"] = paper_placer(tile_tokens=max(int(TILE_TOKENS / shrink), spec.block))
+    if "libra-paper" in policies and shrink > 1:  # its tiles are so many tokens of sequences that are not shrunk
+        policies["libra-paper"] = paper_placer(tile_tokens=max(int(TILE_TOKENS / shrink), spec.block))
     least = spec.cp * spec.block
     check = options.check_tokens or min(spec.seq_len, max(1024 // least, 2) * least)
     awkward = runs.awkward_lengths(sequences, check)

@@ -87,7 +87,8 @@ def times(rows: Sequence[Row]) -> Lines:
         there, line = [which for which in PASSES if which in row], {"policy": row["policy"]}
         for which in there:
             seconds = 1e3 * np.array(row[which]["seconds"])
-            line[f"{PASSES[which]} ms"] = f"{np.median(seconds):.1f} ±{(seconds.max() - seconds.min()) / 2:.1f}"
+            spread = f" ±{(seconds.max() - seconds.min()) / 2:.1f}" if len(seconds) > 1 else ""
+            line[f"{PASSES[which]} ms"] = f"{np.median(seconds):.1f}{spread}"
         line["over base"] = " / ".join(f"{row[which]['over_base']:.2f}" for which in there)
         table.append(line | {
             "tokens/s": f"{row['tokens_per_second']:,.0f}",

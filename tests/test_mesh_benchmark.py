@@ -21,7 +21,7 @@ SMALL = Options(
     seq_len=128, cp=2, pool_size=4, heads=2, kv_heads=1, head_dim=8, block=16, waves=2, rounds=2, check_tokens=128,
 )  # fmt: skip
 """On the eight devices of the tests. The operator alone, unless a test says otherwise."""
-OPERATOR = dataclasses.replace(SMALL, passes=("both",), policies=("context parallel", "DistCA", "Libra"), rounds=1)
+OPERATOR = dataclasses.replace(SMALL, passes=("both",), policies=("context-parallel", "distca", "libra"), rounds=1)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,7 +41,7 @@ def test_every_policy_is_right_and_has_a_row_of_times(tmp_path: Path, capsys: py
     status, found, report = run(SMALL, tmp_path)
     assert status == 0, [row["why"] for row in found["correct"]]
     assert [row["policy"] for row in found["correct"]] == [row["policy"] for row in found["rows"]] == list(PLANS)
-    assert found["base"] == "Libra" and found["mesh"] == {"pools": 1, "pool_size": 4, "cp": 2}
+    assert found["base"] == "libra" and found["mesh"] == {"pools": 1, "pool_size": 4, "cp": 2}
     for row in found["correct"]:
         assert row["ok"] and row["finite"] and row["fallback"] is None
         assert row["bits"] == row["full_bits"] == 0
@@ -74,7 +74,7 @@ def test_a_wrong_plan_ends_with_status_1_and_no_times(
 
     def one_page_less(planned: mesh_runs.Planned, step: int) -> Any:
         tables = whole(planned, step)
-        if planned.name != "DistCA":
+        if planned.name != "distca":
             return tables
         entries = np.array(tables.entries)
         entries[..., 3] -= entries[..., 3] > 1
@@ -84,7 +84,7 @@ def test_a_wrong_plan_ends_with_status_1_and_no_times(
     status, found, report = run(OPERATOR, tmp_path)
     assert status == 1 and found["rows"] == []
     assert {row["policy"]: row["ok"] for row in found["correct"]} == {
-        "context parallel": True, "DistCA": False, "Libra": True,
+        "context-parallel": True, "distca": False, "libra": True,
     }  # fmt: skip
     why = " ".join(found["correct"][1]["why"])
     assert "out: error" in why and "differ from context parallel's" in why
@@ -101,7 +101,7 @@ def test_another_kernels_bits_are_told_from_right_ones(tmp_path: Path, monkeypat
         return (out.at[0, 0, 0, 0].multiply(1 + 2**-22), *rest) if next(calls) == 2 else (out, *rest)
 
     monkeypatch.setattr(mesh_runs.Operator, "run", flip)
-    status, found, _ = run(dataclasses.replace(OPERATOR, policies=("context parallel", "Libra")), tmp_path)
+    status, found, _ = run(dataclasses.replace(OPERATOR, policies=("context-parallel", "libra")), tmp_path)
     assert status == 1
     assert found["correct"][1]["why"] == ["1 entries of output and dq differ from context parallel's in the check"]
 
@@ -115,10 +115,10 @@ def test_a_policy_without_a_plan_ends_with_status_1(
             raise ValueError("chunks do not divide the blocks")
         return at_home(first_page, num_pages, spec, speed) + 1
 
-    monkeypatch.setitem(mesh_case.PLANS, "DistCA", policy)
+    monkeypatch.setitem(mesh_case.PLANS, "distca", policy)
     status, found, _ = run(OPERATOR, tmp_path)
     assert status == 1 and found["rows"] == []
-    assert [row["policy"] for row in found["correct"]] == ["DistCA"]
+    assert [row["policy"] for row in found["correct"]] == ["distca"]
     assert found["correct"][0]["why"][0].startswith("no plan: ")
 
 
@@ -158,7 +158,7 @@ def test_the_mesh_is_made_of_all_devices(devices: int, given: tuple[Any, ...], e
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"policies": ("Libra", "magic")}, "magic"),
+        ({"policies": ("libra", "magic")}, "magic"),
         ({"pool_size": 3}, "8 devices"),
         ({"seq_len": 1000}, "seq_len"),
         ({"corpus": "nowhere.json"}, "nowhere.json"),

@@ -44,6 +44,8 @@ def main(options: Options) -> None:
     unknown = set(options.only) - set(EXPERIMENTS)
     if unknown:
         raise SystemExit(f"no experiment is called {sorted(unknown)[0]!r}; there are {', '.join(EXPERIMENTS)}")
+    if options.steps < 2:
+        raise SystemExit(f"steps ({options.steps}) must be at least 2")
     options.folder.mkdir(parents=True, exist_ok=True)
     console = Console()
     if not options.draw:
@@ -58,7 +60,9 @@ def main(options: Options) -> None:
                 console.print(f"{name}: {len(rows)} rows in {time.perf_counter() - begin:.0f} s")
     from benchmarks.paper.report import write_report
 
-    write_report(options.folder)
+    missing = write_report(options.folder)
+    if missing:
+        raise SystemExit(f"no report without {', '.join(missing)}: run these first")
     console.print(f"report: {options.folder / 'README.md'}")
 
 

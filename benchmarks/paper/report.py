@@ -41,8 +41,8 @@ def _value(text: str) -> Any:
     return int(number) if number.is_integer() and "." not in text and "e" not in text else number
 
 
-def write_report(folder: Path) -> None:
-    """Pictures and README.md in `folder`, from the CSVs there."""
+def write_report(folder: Path) -> list[str]:
+    """Pictures and README.md in `folder`, from the CSVs there; or the names of those that are missing."""
     tables = {path.stem: read(folder, path.stem) for path in folder.glob("*.csv")}
     drawings: dict[str, Callable[[], None]] = {
         "1_placement": lambda: figures.placement(folder, tables["1_placement"]),
@@ -60,12 +60,12 @@ def write_report(folder: Path) -> None:
     }
     missing = [name for name in [*drawings, "5_wlb", "6_tiles"] if not tables.get(name)]
     if missing:
-        print(f"no report without {', '.join(missing)}: run these first")
-        return
+        return missing
     for draw in drawings.values():
         draw()
     text = "\n".join(_text(tables)).rstrip() + "\n"
     (folder / "README.md").write_text(text, encoding="utf-8")
+    return []
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:

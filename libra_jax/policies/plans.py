@@ -76,17 +76,18 @@ def magi_dispatch(chunk_blocks: int | None = None) -> Policy:
 
 
 PLANS: dict[str, Policy] = {
-    "context parallel": at_home,
-    "Ulysses": head_parallel,
-    "all-gather, per sequence": zigzag,
-    "all-gather, per document": per_document,
-    "WLB-LLM sharding": adaptive,
-    "MagiAttention dispatch": magi_dispatch(),
-    "DistCA": distca(),
-    "Libra, paper": paper_placer(),
-    "Libra": pooled,
+    "context-parallel": at_home,
+    "ulysses": head_parallel,
+    "zigzag": zigzag,
+    "per-document": per_document,
+    "wlb": adaptive,
+    "magi": magi_dispatch(),
+    "distca": distca(),
+    "libra-paper": paper_placer(),
+    "libra": pooled,
 }
-"""Every policy that is a plan for this runtime, by the name that reports give it."""
+"""Every policy that is a plan for this runtime, by the name that `names` gives it. "wlb" is its sharding alone: packing
+documents anew is no plan."""
 
 
 def _per_sequence(num_pages: np.ndarray, spec: PoolSpec, deal: Callable[[int], np.ndarray]) -> np.ndarray:
