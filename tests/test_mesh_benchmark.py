@@ -87,9 +87,9 @@ def test_a_wrong_plan_ends_with_status_1_and_no_times(
         "context-parallel": True, "distca": False, "libra": True,
     }  # fmt: skip
     why = " ".join(found["correct"][1]["why"])
-    assert "out: error" in why and "differ from context parallel's" in why
+    assert "out: error" in why and "differ from context-parallel's" in why
     assert "## Times" not in report and "WRONG" in report
-    assert "WRONG: DistCA. Nothing was timed." in capsys.readouterr().out
+    assert "WRONG: distca. Nothing was timed." in capsys.readouterr().out
 
 
 def test_another_kernels_bits_are_told_from_right_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_another_kernels_bits_are_told_from_right_ones(tmp_path: Path, monkeypat
     monkeypatch.setattr(mesh_runs.Operator, "run", flip)
     status, found, _ = run(dataclasses.replace(OPERATOR, policies=("context-parallel", "libra")), tmp_path)
     assert status == 1
-    assert found["correct"][1]["why"] == ["1 entries of output and dq differ from context parallel's in the check"]
+    assert found["correct"][1]["why"] == ["1 entries of output and dq differ from context-parallel's in the check"]
 
 
 @pytest.mark.parametrize("answer", ["a rank that is not there", "a refusal"])

@@ -188,7 +188,9 @@ def end_to_end(
     dp = 256 // CP[tokens]
     case = Case(model, tokens, corpus, dp=dp, micro_steps=128 // dp, steps=steps)
     case = dataclasses.replace(case, **dict(extra))  # type: ignore[arg-type]
-    left_out = set() if model == MODEL_NAMES[0] else {"libra-paper:8"}  # places tile by tile, in Python
+    left_out = set()
+    if extra or model != MODEL_NAMES[0]:  # places tile by tile, in Python
+        left_out.add("libra-paper:8")
     if extra or (model, corpus) != (MODEL_NAMES[0], LOGNORMAL):  # one by one; and its groups are never the same twice
         left_out.add("dynamic-cp")
     names = [name for name in ALL if name not in left_out]

@@ -6,6 +6,8 @@ Every number in it is read from a CSV beside it, or from `published`; sentences 
 from __future__ import annotations
 
 import csv
+import re
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,6 +89,14 @@ def span(values: Sequence[float], digits: int = 2) -> str:
     return low if low == high else f"{middle} ({low} to {high})"
 
 
+def say(text: str) -> list[str]:
+    """A paragraph, or a list whose entries begin with "- ", at the width of the other documents."""
+    lines = []
+    for part in re.split(r"\n\s*(?=- )", text.strip()):
+        lines += textwrap.wrap(" ".join(part.split()), 120, subsequent_indent="  " if part.startswith("- ") else "")
+    return [*lines, ""]
+
+
 def picture(name: str, what: str) -> list[str]:
     return ["", f"![{what}]({name}.png)", ""]
 
@@ -120,39 +130,47 @@ def _head(tables: dict[str, list[Row]]) -> list[str]:
     rows = tables["5_end_to_end"]
     gains = {name: [row["gain"] for row in chosen(rows, policy=name)] for name in names_of(rows, "policy")}
     triton = chosen(tables["sensitivity"], changed="kernels: triton", against="ulysses-sorted")
+    networks = []
+    for tokens in TOKENS:
+        by = {
+            row["policy"]: row["efficiency"] for row in chosen(tables["7_bounded"], tokens=tokens, oversubscription=4)
+        }
+        networks.append(f"{by['libra:8'] / by['distca']:.2f} ({tokens})")
     return [
         "# Is it worth it?",
         "",
-        "What a training step takes under Libra and under other systems, by the cluster model of `libra simulate`, and",
-        "how that compares with what the Libra paper (arXiv 2607.23250) and others have published.",
-        "",
-        "**A model: no GPU was used.** All policies see the same sampled steps and the same kernels,",
-        "FlashAttention-3's",
-        "published speed on H100, unless a row says otherwise. Gains are ratios of efficiencies, each",
-        "policy's modelled",
-        "steps over the ideal split of the same documents, so that policies which hold documents back are not paid for",
-        "it. Made by `python -m benchmarks.paper`; every figure has its CSV beside it.",
-        "",
-        machine("numpy") + " Version and commit as of the text; the CSVs are of the run before it.",
+        *say("""What a training step takes under Libra and under other systems, by the cluster model of `libra simulate`
+            (docs/simulate.md), and how that compares with what the Libra paper (arXiv 2607.23250) and others have
+            published."""),
+        *say("""**A model: no GPU was used.** All policies see the same sampled steps and run the same kernels,
+            FlashAttention-3's published speed on H100, unless a row says otherwise. A gain is a ratio of efficiencies,
+            each policy's modelled steps over the ideal split of the same documents, so that a policy that holds
+            documents back is not paid for it. Made by `python -m benchmarks.paper`; every figure has its CSV beside it.
+            Numbers of Qwen3-8B rest on 20 steps (section 5) or as many as the CSV's experiment says, 5 at least but for
+            DP above 64; of the other models on 10."""),
+        machine("numpy"),
         "",
         "## In short",
         "",
-        f"- Against plain packing with Ulysses, Libra's steps are {span(gains['ulysses'])} times as fast on 256 GPUs:",
-        "  median (least to most) over three models, two lengths, three corpora.",
-        "- Most of that is order: putting sequences of like cost in one micro-step (`ulysses-sorted`), which needs no",
-        f"  pools, leaves Libra {span(gains['ulysses-sorted'])} times as fast.",
-        f"- Against WLB-LLM it depends on what that is: {span(gains[WITHOUT_DELAY])} times without its delay queues",
-        f"  (`{WITHOUT_DELAY}`), {span(gains['wlb-batch-sorted'])} packed over the whole batch with like bins together",
-        f"  (`wlb-batch-sorted`), {span(gains[ASSUMED])} with delay queues (`{ASSUMED}`).",
-        "- Against one global pool whose exchange another micro-batch hides entirely (`distca`) it is",
-        f"  {span(gains['distca'])} times as fast: on a network without oversubscription bounded pools are no",
-        "gain in time.",
-        "- These are equal kernels. With Triton's published speed for all, gains over `ulysses-sorted` are "
-        + " and ".join(f"{row['gain']:.2f} ({row['tokens']})" for row in triton)
-        + ";",
-        "  what FlashAttention-3 in the other systems would do to Libra on Triton kernels is in `libra",
-        "simulate`'s verdict.",
-        "",
+        *say(f"""- Against plain packing with Ulysses, Libra's steps are {span(gains["ulysses"])} times as fast on
+            256 GPUs:
+            median (least to most) over three models, two lengths, three corpora.
+            - Most of that is order. Sequences of like cost in one micro-step (`ulysses-sorted`), which needs no pools,
+            leave Libra {span(gains["ulysses-sorted"])} times as fast.
+            - Against WLB-LLM it depends on what that is: {span(gains[WITHOUT_DELAY])} without its delay queues, each
+            micro-step packed by itself (`{WITHOUT_DELAY}`); {span(gains["wlb-batch-sorted"])} packed over the whole
+            batch
+            with like bins together (`wlb-batch-sorted`); {span(gains[ASSUMED])} with delay queues (`{ASSUMED}`);
+            {span(gains["wlb-batch-delay-sorted"])} with queues, the whole batch and order
+            (`wlb-batch-delay-sorted`). The
+            last is as fast as Libra, and trains on other documents at other times.
+            - Against one global pool whose exchange a second micro-batch hides entirely (`distca`) it is
+            {span(gains["distca"])} times as fast: on a network without oversubscription bounded pools gain nothing in
+            time over such a pool, and hiding exchange under matrix products is what Libra could learn from it. Where
+            bandwidth beyond 16 nodes is a quarter, pools of 8 are {" and ".join(networks)} times as fast.
+            - All this is with equal kernels. With Triton's published speed for all, gains over `ulysses-sorted` are
+            {" and ".join(f"{row['gain']:.2f} ({row['tokens']})" for row in triton)}. With FlashAttention-3 in the other
+            systems and Triton here, Libra loses at 256K: `libra simulate` says by how much."""),
     ]
 
 
@@ -179,15 +197,16 @@ def _placement(rows: Rows) -> list[str]:
             ["tokens", "corpus", "as packed", "placed (VRSP)", "no placement can be below", "like sequences together"],
             cells,
         ),
-        "**Why they differ.** Where no sequence outweighs a pool the placement here is within 0.0001 of",
-        "perfect, below the",
-        "paper's 0.005 and 0.007: slots are improved pair by pair after the paper's longest-first. Where one sequence",
-        "does (documents longer than the window are cut to sequences of one document), every placement is",
-        "bound by that",
-        "sequence plus the seven lightest, and ours meets the bound: the rest is for larger pools, or for putting like",
-        "sequences side by side, which the last column does within micro-steps of 32 sequences. What is 'before' hangs",
-        "on the corpus and on how many pools a step has; the paper's corpus is not public.",
-        "",
+        *say("""**Why they differ.** Where no sequence outweighs a pool the placement here is within 0.0001 of perfect,
+            below the paper's 0.005 and 0.007: slots are improved pair by pair after the paper's longest-first. Where
+            one
+            sequence does, every placement is bound by that sequence and the seven lightest, and ours meets the
+            bound; the
+            rest is for larger pools, or for putting like sequences side by side, which the last column does within
+            micro-steps of 32 sequences. Wikipedia has documents of 1.8 million tokens, cut to whole windows, among very
+            short ones: one such window outweighs pools of any size here. What is "before" hangs on the corpus and on
+            how
+            many pools a step has; the paper's corpus is not public."""),
     ]
 
 
@@ -208,14 +227,13 @@ def _scaling(rows: Rows) -> list[str]:
         *picture("2_scaling", "Throughput by DP degree"),
         "Throughput at DP 16 over the same policy's at DP 1.",
         *table(["tokens", "policy", "paper", "here, 8B, lognormal", "here, all models and corpora", "DP 256"], cells),
-        "**Why they differ.** Ulysses loses what the heaviest of 16 sequences costs beyond the mean, so this",
-        "is the corpus",
-        "again: the lognormal here is a little more skewed at 256K than the paper's must be, and the reading",
-        "of its tail",
-        "decides 1M. `libra-paper` is the paper's placement and tile placer, re-implemented; it loses to",
-        "exchange what it",
-        "does not hide. `libra` is as built here: like sequences in a micro-step, two levels of exchange.",
-        "",
+        *say("""**Why they differ.** Ulysses loses what the heaviest of 16 sequences costs beyond the mean, so this
+            is the
+            corpus: the lognormal here has the paper's median and 99th percentile, and a tail of its own.
+            `libra-paper` is
+            the paper's placement and tile placer as re-implemented here; what it loses is exchange that its kernels
+            do not
+            hide. `libra` is as built here: like sequences in a micro-step, two levels of exchange."""),
     ]
 
 
@@ -238,14 +256,14 @@ def _micro_batches(rows: Rows) -> list[str]:
         "",
         "A layer's forward pass of every sequence (Ulysses) or pool (Libra), over all micro-steps of 10 steps.",
         *table(["tokens", "", "ulysses", "libra-paper:8", "libra-all:8", "libra:8"], cells),
-        "**Why they differ.** The maximum of a sample grows with the sample: here it is over 640 sequences;",
-        "how many the",
-        "paper took is not known, and its corpus has a heavier tail than the lognormal (23.1 needs one).",
-        "Libra as built",
-        "(`libra:8`) makes micro-steps unlike each other on purpose: without a pipeline only what runs side",
-        "by side has",
-        "to be alike. `libra-all:8` is for pipelines, and evens out all of a step; what is left is steps that differ.",
-        "",
+        *say("""**Why they differ.** The maximum of a sample grows with the sample: here it is over 640 sequences,
+            how many
+            the paper took is not known, and its 23.1 needs a heavier tail than any but wikipedia's here. Products of
+            matrices, which are alike for all, are in these times; with attention alone the ratios are larger. Libra as
+            built (`libra:8`) makes micro-steps unlike each other on purpose: without a pipeline only what runs side by
+            side has to be alike. `libra-all:8` is for pipelines and evens out all of a step; what is left are steps
+            that
+            differ, and sequences that outweigh a pool."""),
     ]
 
 
@@ -262,16 +280,17 @@ def _stragglers(rows: Rows) -> list[str]:
     return [
         "## 4. Stragglers",
         *picture("4_stragglers", "Slowest rank over an even split"),
-        "The slowest rank of a micro-step, one layer's forward attention with its exchange, DP 16, Qwen3-8B,",
-        "lognormal;",
-        "over what an even split of the kernels would take; and that over all models and corpora.",
+        *say("""The slowest rank of a micro-step, one layer's forward attention with its exchange, DP 16, Qwen3-8B,
+            lognormal; over what an even split of the kernels would take; the 95th percentile of that over micro-steps;
+            and the mean over all models and corpora."""),
         *table(["tokens", "policy", "ms", "over even", "95% of micro-steps", "all models and corpora"], cells),
-        "The paper shows Libra below Ulysses, WLB-LLM and DistCA here, in a figure without numbers. So it is",
-        "here against",
-        "the first two. DistCA's global pool is close to Libra's on the kernels' side and, with all of its exchange",
-        "hidden beside a second micro-batch, ahead on corpora whose attention is light, where exchange is",
-        "what is left.",
-        "",
+        *say("""The paper shows Libra below Ulysses, WLB-LLM and DistCA here, in a figure whose numbers we do not
+            have. So
+            it is here against the first two without delay queues. DistCA's global pool is about as even inside, and
+            with
+            all of its exchange hidden beside a second micro-batch it is ahead where attention is light and exchange is
+            what is left. Corpora of short documents have little attention, of which latencies and exchange are a large
+            share: that is what "over even" shows for them."""),
     ]
 
 
@@ -290,7 +309,7 @@ def _end_to_end(rows: Rows, tail: Rows, wlb: Rows) -> list[str]:
                 here = {row["policy"]: row for row in chosen(rows, tokens=tokens, model=model, corpus=corpus)}
                 detail.append([
                     tokens, model, corpus, f"{100 * here['libra:8']['efficiency']:.1f}",
-                    f"{100 * here['libra:8']['mfu']:.1f}",
+                    f"{100 * here['libra:8']['mfu']:.1f}", f"{here['libra:8']['memory']:.0f}",
                     *(f"{here[name]['gain']:.2f}" for name in ("ulysses", "ulysses-sorted", *WLB, "distca")),
                 ])  # fmt: skip
     changes = []
@@ -313,14 +332,17 @@ def _end_to_end(rows: Rows, tail: Rows, wlb: Rows) -> list[str]:
         *picture("5_gains", "Gain of Libra over every policy"),
         "Times as fast: Libra with pools of 8, as built. Median (least to most) over three models and three corpora.",
         *table(["over", *TOKENS, "mean of all"], cells),
-        "The paper: +44% over WLB-LLM on average, up to +68%. It leaves the delay queues out, as DistCA does,",
-        "since they",
-        f"change what a step trains on; that is `{WITHOUT_DELAY}` here, or, if its packing sees the whole",
-        "global batch,",
-        "`wlb-batch-shuffled`. The names: micro or batch, what is packed together; delay, with outlier",
-        "queues; shuffled or",
-        "sorted, which bins share a micro-step.",
-        *table(["tokens", "model", "corpus", "Libra % of ideal", "MFU %", *short], detail),
+        *say(f"""The paper: +44% over WLB-LLM on average, up to +68%. It leaves the delay queues out, as DistCA does,
+            since
+            they change what a step trains on: that is `{WITHOUT_DELAY}` here, or, if its packing sees the whole global
+            batch, `wlb-batch-shuffled`; with bins in order of cost besides, `wlb-batch-sorted`. The paper's gain lies
+            between these. The names: micro or batch is what is packed together; delay, with outlier queues; shuffled or
+            sorted, which bins share a micro-step."""),
+        *table(["tokens", "model", "corpus", "Libra % of ideal", "MFU %", "GiB", *short], detail),
+        *say("""GiB are the formula's, with layers that keep attention's results: Qwen3-235B at these shapes (cp 8
+            and 16)
+            does not fit 79.1 GiB. At 256K it does with cp 16 (71.9 GiB, compiled); 1M needs full recomputation as well.
+            Its rows compare policies, and are no advice."""),
         *picture("5_losses", "What a step is made of"),
         "### What it hangs on",
         *picture("5_tail", "Gain by the longest document"),
@@ -361,10 +383,9 @@ def _pool_size(rows: Rows, tiles: Rows) -> list[str]:
              "one level", "strided", "planning ms a micro-step"],
             cells,
         ),
-        "Strided: a sequence's ranks lie on different nodes. What stayed inside a node then crosses, with any",
-        "pool size:",
-        "CP groups belong inside nodes.",
-        "",
+        *say("""Strided: a sequence's ranks lie on different nodes. What stayed inside a node then crosses, with any
+            pool
+            size: CP groups belong inside nodes."""),
         "The paper's placer with tiles of other lengths, by one kv head, DP 16, pools of 8:",
         *table(["tokens", "tile", "max/mean ranks", "busiest bytes", "exposed, %", "% of ideal"], shapes),
     ]  # fmt: skip
@@ -397,22 +418,30 @@ def _growth(rows: Rows, bounded: Rows) -> list[str]:
     return [
         "## 7. Exchange per rank while data parallelism grows",
         *picture("7_growth", "Bytes and planning time by DP degree"),
-        "One micro-step, 256K tokens, 8 GPUs to a sequence. libra: pools of 8. libra-global: one pool of all,",
-        "same planner,",
-        "two levels. distca: one pool of all, its greedy, a node a server. GB of a layer, both passes.",
+        *say("""One micro-step, 256K tokens, 8 GPUs to a sequence. libra: pools of 8. libra-global: one pool of all,
+            same
+            planner, two levels. distca: one pool of all, its greedy, a node a server. GB of the busiest rank, a layer,
+            both passes."""),
         *table(
-            ["policy", "DP", "busiest rank between nodes", "all of it", "beyond pods of 32 nodes",
-             "nodes it talks to", "planning a pool, s", "all pools, s",
-             "plan tables, MB a rank"],
+            ["policy", "DP", "between nodes", "all of it", "beyond pods of 32 nodes", "nodes it talks to, at most",
+             "planning a pool, s", "all pools, s", "plan tables, MB a rank"],
             cells,
         ),
-        "Pools are planned one by one, each by the host that feeds it; a global pool by everybody, or by one for all.",
-        "DistCA at DP 4,096 is not here: its greedy keeps which pages every server has, which is 34 GB of booleans.",
-        "",
+        *say("""**Why this differs.** Bytes are flat for Libra to DP 4,096, as the paper says. They are flat for a
+            global
+            pool as well, if its planner is any good: a sequence that is too heavy is shared among as many servers as
+            its
+            work needs, however many there are. What grows with a global pool is the share of its bytes that leaves a
+            pod
+            (all of them at DP 256), the time to plan it (each pool of 8 takes as long at DP 4,096 as at 16, and
+            hosts plan
+            their own), and the tables of a plan. DistCA's greedy as re-implemented here needs 20 s at DP 1,024; at
+            4,096
+            it would keep 34 GB of booleans, and was not run."""),
         "### Bounded pools or one pool: by network",
         *picture("7_bounded", "Efficiency by oversubscription"),
-        "Qwen3-8B, lognormal, DP 64 (64 nodes at 256K, 128 at 1M). Steps, % of the ideal, with bandwidth beyond a pod",
-        "divided by the oversubscription:",
+        *say("""Qwen3-8B, lognormal, DP 64 (64 nodes at 256K, 128 at 1M). Steps, % of the ideal, with bandwidth beyond a
+            pod divided by the oversubscription:"""),
         *table(["tokens", "oversubscription", "pod, nodes", *policies], nets),
         "Planning a micro-step, processor milliseconds:",
         *table(["tokens", *policies], planning),
@@ -483,11 +512,9 @@ def _claims(tables: dict[str, list[Row]]) -> list[str]:
                 ],
             ],
         ),
-        "So the case for bounded pools is not the time of a step on a full network. It is oversubscribed",
-        "networks, planning",
-        "that does not grow with the cluster, plans and programs of one size, and traffic that a failure",
-        "domain bounds.",
-        "",
+        *say("""So the case for bounded pools is not the time of a step on a network that gives all nodes full bandwidth.
+            It is oversubscribed networks, planning that does not grow with the cluster, and plans, tables and programs
+            of one size."""),
     ]
 
 
