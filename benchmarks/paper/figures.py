@@ -86,7 +86,8 @@ def placement(folder: Path, rows: Rows) -> None:
             paper = {"256K": (1.08, 0.005), "1M": (0.52, 0.007)}[tokens]
             panel.plot([8, 8], paper, "k*", markersize=9, label="paper, before and after")
             panel.set_yscale("log")
-            panel.set_ylim(1e-5, 20)
+            panel.yaxis.set_major_formatter("{x:g}")
+            panel.set_ylim(1e-5, 50)
             powers(panel, [1, 2, 4, 8, 16, 32])
             panel.set_title(f"{tokens}, {corpus}", loc="left", fontsize=10)
             plain(panel)
@@ -269,6 +270,7 @@ def growth(folder: Path, rows: Rows) -> None:
         plain(panel)
     axes[0, 0].set_ylim(bottom=0)
     axes[0, 1].set_yscale("log")
+    axes[0, 1].yaxis.set_major_formatter("{x:g}")
     axes[0, 0].legend(frameon=False, fontsize=8)
     save(figure, folder, "7_growth", "A bounded pool does not know how large the cluster is")
 

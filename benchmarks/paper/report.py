@@ -512,9 +512,9 @@ def _claims(tables: dict[str, list[Row]]) -> list[str]:
                 ],
             ],
         ),
-        *say("""So the case for bounded pools is not the time of a step on a network that gives all nodes full bandwidth.
-            It is oversubscribed networks, planning that does not grow with the cluster, and plans, tables and programs
-            of one size."""),
+        *say("""So the case for bounded pools is not the time of a step on a network that gives all nodes full
+            bandwidth. It is oversubscribed networks, planning that does not grow with the cluster, and plans, tables
+            and programs of one size."""),
     ]
 
 
