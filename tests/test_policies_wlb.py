@@ -248,3 +248,12 @@ def test_choices_that_are_none_are_refused(name):
 def test_sequences_that_are_no_step_of_the_run_are_refused():
     with pytest.raises(ValueError, match=r"dp \* micro_steps sequences \(2 \* 1 = 2\), got 1"):
         WLB().step([[4]], small_run())
+
+
+def test_no_cp_group_always_gets_the_longest_document():
+    """Packing puts it into the first bin; where ranks meet once a step, its group would do the most in all of it."""
+    run = RunShape(seq_len=1024, dp=4, cp=1, micro_steps=16, block=128)
+    step = [[1024] if i % 4 == 2 else [256] * 4 for i in range(run.sequences)]
+    plan = WLB(scope="micro_step", delay=False).step(step, run)
+    places = {max(range(4), key=lambda g: max(groups[g].documents, default=0)) for groups in plan.micro_steps}
+    assert len(places) > 1

@@ -51,7 +51,8 @@ class WLB:
     delay: long documents wait until there is one for every bin. thresholds: what is long, in `seq_len`s, ascending,
         one for each queue.
     order: which bins of a batch share a micro-step: "shuffled" (at random, from `seed`), or "sorted": those of like
-        workload, the heaviest first. With scope "micro_step" they stay where they are.
+        workload, the heaviest first. With scope "micro_step" bins stay in theirs, and the order is of CP groups: else
+        the first would always have the longest document.
     sharding: "adaptive", or always by "sequence" or by "document".
 
     Raises ValueError for a cap below 1 (longest documents would never fit), for thresholds that do not ascend within
@@ -107,7 +108,8 @@ class WLB:
             bins = self._ordered(bins, run, spec)
         else:
             micro_steps = [sequences[i : i + run.dp] for i in range(0, run.sequences, run.dp)]
-            bins = [one for part in micro_steps for one in self._packed(part, run.dp, run, spec)]
+            packed = (self._packed(part, run.dp, run, spec) for part in micro_steps)
+            bins = [one for part in packed for one in self._ordered(part, run, spec)]
         packing = (time.process_time() - start) / run.sequences
         groups = [self._group(documents, run, spec, packing) for documents in bins]
         return StepPlan([groups[i : i + run.dp] for i in range(0, run.sequences, run.dp)], self.waiting)
