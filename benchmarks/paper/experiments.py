@@ -238,7 +238,7 @@ def tiles(tokens: str, corpus: str, steps: int) -> list[Row]:
     """The paper's placer with tiles of other lengths, and the runs of blocks that Libra cuts as built."""
     case = Case(tokens=tokens, corpus=corpus, dp=16, micro_steps=4, steps=steps)
     rows = []
-    for length in (1024, 2048, 4096, 8192, 16384, 32768):
+    for length in (2048, 4096, 8192, 16384, 32768):
         policy = packed.Pools(paper_placer(1.02, length), 8, order="pools", room=packed.ROOMY)
         rows.append(
             case.words() | {"tile": f"{length:,} tokens"} | numbers(case.measured(f"tiles of {length}", policy), case)
@@ -253,7 +253,7 @@ def pool_size_jobs(steps: int) -> list[Job]:
 
 
 def tile_jobs(steps: int) -> list[Job]:
-    return [functools.partial(tiles, t, LOGNORMAL, max(steps // 4, 3)) for t in TOKENS]
+    return [functools.partial(tiles, t, LOGNORMAL, max(steps // 10, 2)) for t in TOKENS]
 
 
 # ------------------------------------------------------------------------------------- 7: exchange per rank as DP grows
