@@ -93,7 +93,9 @@ def say(text: str) -> list[str]:
     """A paragraph, or a list whose entries begin with "- ", at the width of the other documents."""
     lines = []
     for part in re.split(r"\n\s*(?=- )", text.strip()):
-        lines += textwrap.wrap(" ".join(part.split()), 120, subsequent_indent="  " if part.startswith("- ") else "")
+        indent = "  " if part.startswith("- ") else ""
+        words = " ".join(part.split())
+        lines += textwrap.wrap(words, 120, subsequent_indent=indent, break_on_hyphens=False)
     return [*lines, ""]
 
 
@@ -182,7 +184,7 @@ def _placement(rows: Rows) -> list[str]:
             value = {row["placement"]: row for row in here}
             cells.append([
                 tokens, corpus,
-                *(f"{value[n]['imbalance']:.4f} ({value[n]['p5']:.3f} to {value[n]['p95']:.3f})"
+                *("{:.4f} ({:.3f} to {:.3f})".format(*(max(value[n][k], 0.0) for k in ("imbalance", "p5", "p95")))
                   for n in ("as packed", "placed over the step", "lower bound", "like sequences together")),
             ])  # fmt: skip
         cells.append([
@@ -384,8 +386,8 @@ def _pool_size(rows: Rows, tiles: Rows) -> list[str]:
             cells,
         ),
         *say("""Strided: a sequence's ranks lie on different nodes. What stayed inside a node then crosses, with any
-            pool
-            size: CP groups belong inside nodes."""),
+            pool size: CP groups belong inside nodes. Two levels send fewer bytes between nodes, most at 1M. At 256K they
+            cost more than that gives: what relays pass on is a second collective, and comes a wave later."""),
         "The paper's placer with tiles of other lengths, by one kv head, DP 16, pools of 8:",
         *table(["tokens", "tile", "max/mean ranks", "busiest bytes", "exposed, %", "% of ideal"], shapes),
     ]  # fmt: skip
