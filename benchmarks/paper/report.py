@@ -386,8 +386,8 @@ def _pool_size(rows: Rows, tiles: Rows) -> list[str]:
             cells,
         ),
         *say("""Strided: a sequence's ranks lie on different nodes. What stayed inside a node then crosses, with any
-            pool size: CP groups belong inside nodes. Two levels send fewer bytes between nodes, most at 1M. At 256K they
-            cost more than that gives: what relays pass on is a second collective, and comes a wave later."""),
+            pool size: CP groups belong inside nodes. Two levels send fewer bytes between nodes, most at 1M. At 256K
+            they cost more than that gives: what relays pass on is a second collective, and comes a wave later."""),
         "The paper's placer with tiles of other lengths, by one kv head, DP 16, pools of 8:",
         *table(["tokens", "tile", "max/mean ranks", "busiest bytes", "exposed, %", "% of ideal"], shapes),
     ]  # fmt: skip
