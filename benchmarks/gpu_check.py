@@ -57,6 +57,7 @@ from libra_kernels.tiles import NUM_PAGES
 
 from benchmarks.reporting import markdown
 from libra_jax.attention import MESH_AXES, libra_attention
+from libra_jax.data.lengths import DISTRIBUTIONS
 from libra_jax.plan import plan_pool, stack_plans
 from libra_jax.spec import PoolSpec
 from libra_jax.targets import target_mesh
@@ -754,7 +755,7 @@ def sweep(bench: Bench, which: Pass, shape: Shape, most: int | None) -> dict[str
 
 def sample_documents(corpus: str, tokens: int) -> list[int]:
     """Lengths drawn from a corpus until the sequence is full; the last one is cut."""
-    quantiles = json.loads((ROOT / "benchmarks" / "lengths" / f"{corpus}.json").read_text())
+    quantiles = json.loads((DISTRIBUTIONS / f"{corpus}.json").read_text())
     rng, lengths, left = np.random.default_rng(0), [], tokens
     while left:
         drawn = int(np.interp(rng.random(), quantiles["probability"], quantiles["length_tokens"]))

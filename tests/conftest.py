@@ -78,6 +78,18 @@ LONG = (
     "test_tensor_parallel.py::test_loss_and_gradients_are_those_without_it[dense]",
     "test_pipeline.py::test_training_is_that_without_stages[four stages]",
     "test_overlap.py::test_in_a_scan_over_layers_with_relays[checkpoint that keeps the output]",
+    "test_overlap.py::test_alone_every_exchange_but_the_last_return_runs_under_a_wave[5-4]",
+    "test_memory.py::test_the_formula_is_what_xla_sets_aside[1 wave]",
+    "test_memory.py::test_the_formula_is_what_xla_sets_aside[narrow values]",
+    "test_memory.py::test_the_formula_is_what_xla_sets_aside[4 waves, little room]",
+    "test_compile_gpu.py::test_forward_and_backward_compile_with_three_kernels_a_wave[h200]",
+    "test_exchange.py::test_ragged_and_padded_give_the_same_bits_for_other_shapes[window, two pools, explicit axes]",
+    "test_exchange.py::test_transports_give_the_same_bits_for_every_policy_and_number_of_waves[2]",
+    "test_train.py::test_experts_gathered_or_spread_give_one_curve",
+    "test_tensor_parallel.py::test_loss_and_gradients_are_those_without_it[spread experts]",
+    "test_relays.py::test_a_scan_over_checkpointed_layers_has_the_gradients_that_it_has_without_relays",
+    "test_runs.py::test_a_run_goes_on_with_its_devices_in_another_layout",
+    "test_mesh_benchmark.py::test_every_policy_is_right_and_has_a_row_of_times[every policy]",
 )
 """Further variants of what stays, most of them whole programs compiled for GPUs: `make long` runs them. With them the
 suite would take longer than its quarter of an hour on two cores."""

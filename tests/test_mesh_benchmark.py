@@ -37,10 +37,15 @@ def run(options: Options, folder: Path) -> tuple[int, dict[str, Any], str]:
     return status, json.loads(files["json"].read_text()), files["report"].read_text()
 
 
-def test_every_policy_is_right_and_has_a_row_of_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, found, report = run(SMALL, tmp_path)
+@pytest.mark.parametrize(
+    "names", [tuple(PLANS), ("ulysses", "zigzag", "libra")], ids=["every policy", "three policies"]
+)
+def test_every_policy_is_right_and_has_a_row_of_times(
+    names: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, found, report = run(dataclasses.replace(SMALL, policies=names), tmp_path)
     assert status == 0, [row["why"] for row in found["correct"]]
-    assert [row["policy"] for row in found["correct"]] == [row["policy"] for row in found["rows"]] == list(PLANS)
+    assert [row["policy"] for row in found["correct"]] == [row["policy"] for row in found["rows"]] == list(names)
     assert found["base"] == "libra" and found["mesh"] == {"pools": 1, "pool_size": 4, "cp": 2}
     for row in found["correct"]:
         assert row["ok"] and row["finite"] and row["fallback"] is None
@@ -62,7 +67,7 @@ def test_every_policy_is_right_and_has_a_row_of_times(tmp_path: Path, capsys: py
     libra = found["rows"][-1]
     assert libra["modelled_over_base"] == libra["both"]["over_base"] == 1
     shown = capsys.readouterr().out
-    for name in PLANS:
+    for name in names:
         assert name in shown and f"| {name} |" in report
     assert "What these numbers do not say" in report and mesh_report.CPU_LIMIT in report
 

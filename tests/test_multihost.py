@@ -166,7 +166,7 @@ def kill_one(folder: Path, name: str, count: int) -> None:
     with srun(folder, name, count) as job:
         job.wait_for_steps(4)
         job.processes[-1].kill()
-        assert ends(job, 0, 60) not in (0, 75)
+        assert ends(job, 0, 300) not in (0, 75)
     assert re.search(r"libra: process 0 of \d: .*step \d+.*another process is gone", job.printed(0)), job.printed(0)
     assert re.search(r"newest whole checkpoint is that of step \d+", job.printed(0)), job.printed(0)
 
@@ -175,7 +175,7 @@ def hang_one(folder: Path, name: str, count: int) -> None:
     with srun(folder, name, count, "--launch.step-timeout-seconds", "5") as job:
         job.wait_for_steps(6)
         job.processes[-1].send_signal(signal.SIGSTOP)
-        assert ends(job, 0, 60) == 74
+        assert ends(job, 0, 300) == 74
     message = re.search(r"process 0 of \d: nothing has come to an end for 5 s, waiting for (.*)\n", job.printed(0))
     assert message and re.search(r"step \d+", message[1]), job.printed(0)
 
@@ -219,6 +219,6 @@ def test_what_one_process_cannot_do_ends_all_of_them_with_its_number(folder: Pat
     """The run folder is in the way of the first one; the second finds nothing wrong itself."""
     (folder / "fails").write_text("a file")
     with srun(folder, "fails", 2) as job:
-        assert job.wait(60) == [2, 1], job.printed(0) + job.printed(1)
+        assert job.wait(300) == [2, 1], job.printed(0) + job.printed(1)
     assert "libra: process 0 of 2: the run folder" in job.printed(0) and "cannot be written" in job.printed(0)
     assert "libra: process 1 of 2: process 0 could not hold the run folder" in job.printed(1)
