@@ -26,13 +26,16 @@ from rich.console import Console
 
 from benchmarks.pools import CORPORA, SETTINGS, Setting, sample_sequences, table_of
 from benchmarks.reporting import machine, markdown
-from benchmarks.step_model import FLOPS, Model, kernels
+from benchmarks.step_model import TABLE, kernels
 from libra_jax import planner
 from libra_jax.links import Links
 from libra_jax.modelled import PlanSeconds, counted_seconds
+from libra_jax.models.qwen3 import QWEN3_8B
 from libra_jax.placement import place
 from libra_jax.policies.travel import travel
 from libra_jax.simulate.pipeline_events import follow, least_idle
+from libra_jax.simulate.step import stage_passes
+from libra_jax.simulate.study import spread
 from libra_jax.spec import PoolSpec
 from libra_jax.train.pipeline import Schedule, kept_inputs
 from libra_jax.workload import block_pages, sequence_seconds
@@ -77,20 +80,9 @@ class Attention(NamedTuple):
     ideal: np.ndarray
 
 
-def passes(attention: np.ndarray, spec: PoolSpec, stages: int, model: Model) -> tuple[np.ndarray, np.ndarray]:
-    """(P, M) seconds of forward passes, and of backward passes. attention: (M, 2), of one layer.
-
-    A backward pass runs its stage forward again and computes what layers did not keep once more. The last stage has no
-    forward pass of its own, and has the head.
-    """
-    layers, tokens = model.layers / stages, spec.tokens_per_rank
-    products = 2 * tokens * model.layer_parameters / FLOPS
-    shape = stages, len(attention)
-    forward = np.broadcast_to(layers * (attention[:, 0] + products), shape).copy()
-    backward = np.broadcast_to(layers * (attention.sum(axis=1) + model.layer_seconds(tokens)), shape).copy()
-    forward[-1] = 0
-    backward[-1] += model.head_seconds(tokens)
-    return forward, backward
+def passes(attention: np.ndarray, spec: PoolSpec, stages: int) -> tuple[np.ndarray, np.ndarray]:
+    """(P, M) seconds of Qwen3-8B's forward passes, and of its backward passes. attention: (M, 2), of one layer."""
+    return stage_passes(QWEN3_8B, TABLE, attention, float(spec.tokens_per_rank), stages)
 
 
 def seconds_of(lengths: Sequence[Sequence[int]], spec: PoolSpec, policy: planner.Policy) -> PlanSeconds:
@@ -155,14 +147,14 @@ def steps_row(attention: Attention, spec: PoolSpec, stages: int, micro_steps: in
     ideal: the work alone. idle: share of the stages' time. idle, alike: the same with every micro-batch the mean of its
     step. idle, pass: with results handed on as soon as they are made. attention: its share of the modelled work.
     """
-    model, values = Model(), []
+    values = []
     for begin in range(0, len(attention.modelled), micro_steps):
         took = attention.modelled[begin : begin + micro_steps]
-        mine = passes(took, spec, stages, model)
-        ideal = sum(part.sum() for part in passes(attention.ideal[begin : begin + micro_steps], spec, stages, model))
-        alike = passes(np.broadcast_to(took.mean(axis=0), took.shape), spec, stages, model)
+        mine = passes(took, spec, stages)
+        ideal = sum(part.sum() for part in passes(attention.ideal[begin : begin + micro_steps], spec, stages))
+        alike = passes(np.broadcast_to(took.mean(axis=0), took.shape), spec, stages)
         run = follow(*mine, schedule)
-        none = sum(part.sum() for part in passes(np.zeros_like(took), spec, stages, model))
+        none = sum(part.sum() for part in passes(np.zeros_like(took), spec, stages))
         values.append({
             "over ideal": run.end * stages / ideal,
             "work over ideal": run.busy / ideal,
@@ -179,12 +171,7 @@ def steps_row(attention: Attention, spec: PoolSpec, stages: int, micro_steps: in
         "steps": len(values),
         "kept": kept_inputs(schedule, micro_steps, stages),
         "least idle": least_idle(micro_steps, stages),
-    } | {name: spread([value[name] for value in values]) for name in values[0]}
-
-
-def spread(values: Sequence[float]) -> list[float]:
-    """Mean, 5th and 95th percentile."""
-    return [float(np.mean(values)), *(float(x) for x in np.quantile(values, [0.05, 0.95]))]
+    } | {name: list(spread([value[name] for value in values])) for name in values[0]}
 
 
 def reordered(attention: Attention, micro_steps: int, order: Callable[[int], np.ndarray]) -> Attention:
@@ -270,7 +257,7 @@ def main(options: Options) -> None:
 
 def check(options: Options) -> None:
     """Raises ValueError with the rule and the numbers."""
-    layers = Model().layers
+    layers = QWEN3_8B.num_layers
     for stages in options.stages:
         if stages < 1 or layers % stages:
             raise ValueError(f"stages ({stages}) must divide the model's layers ({layers})")
@@ -373,7 +360,7 @@ def parts_table(rows: list[Row]) -> list[Row]:
     for key in sorted(keys, key=lambda key: (key[0] != SETTINGS[0].name, *key[1:])):
         here = [r for r in names if (r["tokens"], r["schedule"], r["stages"], r["micro-steps"]) == key]
         setting = next(setting for setting in SETTINGS if setting.name == key[0])
-        gib = here[0]["kept"] * setting.spec(32, 8).tokens_per_rank * Model().hidden * 2 / 2**30
+        gib = here[0]["kept"] * setting.spec(32, 8).tokens_per_rank * QWEN3_8B.hidden_size * 2 / 2**30
         row = dict(zip(("tokens", "schedule", "P", "M"), map(str, key), strict=True))
         row |= {"kept": f"{here[0]['kept']} ({gib:.1f} GiB)", "least": f"{100 * here[0]['least idle']:.1f}"}
         for policy in POLICIES:
@@ -435,7 +422,7 @@ def draw(path: Path, plans: dict[tuple[str, str], Planned], rows: list[Row], opt
     grid = above.subplots(len(shown), 1, sharex=True, squeeze=False)
     for i, name in enumerate(shown):
         took = plans[tokens, corpus][name, micro_steps].modelled[:micro_steps]
-        gantt(grid[i][0], passes(took, spec, stages, Model()), name)
+        gantt(grid[i][0], passes(took, spec, stages), name)
     grid[-1][0].set_xlabel("seconds")
     grid[0][0].legend(frameon=False, ncols=2, loc="lower right")
     below.suptitle(f"Share of {stages} stages' time in which they are idle, 1f1b", fontsize=13, fontweight="bold")

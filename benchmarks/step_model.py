@@ -17,44 +17,19 @@ import numpy as np
 from benchmarks.pools import PlanPool
 from libra_jax.links import Links
 from libra_jax.modelled import PlanSeconds, plan_seconds
+from libra_jax.models.qwen3 import QWEN3_8B, Qwen3Config
 from libra_jax.placement import place
+from libra_jax.simulate.constants import constants
+from libra_jax.simulate.step import head_seconds, token_seconds
 from libra_jax.spec import PoolSpec
 from libra_jax.workload import CostModel, sequence_seconds
 
-FLOPS = 635e12
+TABLE = constants("H100")
+FLOPS = TABLE["products"].value
 SIDE_BY_SIDE = 16
 """Sequences of a micro-step."""
 Batch = Sequence[Sequence[int]]
 """The sequences of one optimizer step, each a list of document lengths."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """A dense decoder. The defaults are Qwen3-8B's published shape."""
-
-    layers: int = 36
-    hidden: int = 4096
-    intermediate: int = 12_288
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    vocabulary: int = 151_936
-
-    @property
-    def layer_parameters(self) -> int:
-        """Of a layer's matrices: projections of q, k, v and the output, and three of the MLP."""
-        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads) + 3 * self.hidden * self.intermediate
-
-    def layer_seconds(self, tokens: int) -> float:
-        """Matrix products of a layer for a rank's tokens: forward, backward, and forward once more, because a layer
-        keeps its input and attention's results alone. The last product of the MLP is not done again: nobody reads it.
-        """
-        again = self.layer_parameters - self.hidden * self.intermediate
-        return 2 * tokens * (3 * self.layer_parameters + again) / FLOPS
-
-    def head_seconds(self, tokens: int) -> float:
-        """The output matrix, whose products are done again in the backward pass."""
-        return 2 * tokens * 4 * self.hidden * self.vocabulary / FLOPS
 
 
 def kernels(flops: float = FLOPS) -> CostModel:
@@ -101,9 +76,8 @@ class StepSeconds:
         return self.ideal_step / self.step
 
 
-def step_seconds(pools: Sequence[Sequence[PlanSeconds]], spec: PoolSpec, model: Model | None = None) -> StepSeconds:
+def step_seconds(pools: Sequence[Sequence[PlanSeconds]], spec: PoolSpec, model: Qwen3Config = QWEN3_8B) -> StepSeconds:
     """pools: (micro_steps, pools) of one step, all of one spec."""
-    model = Model() if model is None else model
 
     def slowest(*names: str) -> float:
         """The largest of the pools that run side by side, each pass by itself."""
@@ -113,17 +87,16 @@ def step_seconds(pools: Sequence[Sequence[PlanSeconds]], spec: PoolSpec, model: 
     kernel = slowest("forward_kernel", "backward_kernel")
     fair = slowest("ideal_forward", "ideal_backward")
     ideal = sum(float(np.mean([pool.ideal for pool in micro_step])) for micro_step in pools)
-    rest = len(pools) * (
-        model.layers * model.layer_seconds(spec.tokens_per_rank) + model.head_seconds(spec.tokens_per_rank)
-    )
+    products = model.num_layers * sum(token_seconds(model, TABLE)) + head_seconds(model, TABLE)
+    rest = len(pools) * spec.tokens_per_rank * products
     return StepSeconds(
         attention=attention,
         ideal=ideal,
         between_pools=fair - ideal,
         inside_pools=kernel - fair,
         exposed=attention - kernel,
-        step=model.layers * attention + rest,
-        ideal_step=model.layers * ideal + rest,
+        step=model.num_layers * attention + rest,
+        ideal_step=model.num_layers * ideal + rest,
     )
 
 

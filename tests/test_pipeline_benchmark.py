@@ -17,7 +17,7 @@ from benchmarks.pipeline import (
     steps_row,
 )
 from benchmarks.pools import SETTINGS
-from benchmarks.step_model import Model, kernels, step_seconds
+from benchmarks.step_model import kernels, step_seconds
 from libra_jax import Links, plan_pool, planner
 from libra_jax.modelled import PlanSeconds, plan_seconds
 from libra_jax.simulate.pipeline_events import follow, least_idle, ticks_of
@@ -143,17 +143,19 @@ def test_the_end_is_the_longest_path(schedule, handed_on):
 
 def test_what_passes_take():
     # 36 layers on 4 stages, a layer's attention 2 s forward and 5 s backward in the first micro-step.
-    model, attention = Model(), np.array([[2.0, 5.0], [0.0, 1.0]])
-    forward, backward = passes(attention, SPEC, 4, model)
-    product = 2 * 256 * model.layer_parameters / 635e12
+    attention = np.array([[2.0, 5.0], [0.0, 1.0]])
+    forward, backward = passes(attention, SPEC, 4)
+    weights, last = 2 * 4096 * 128 * (32 + 8) + 3 * 4096 * 12_288, 4096 * 12_288  # the MLP's last product
+    product, layer = 2 * 256 * weights / 635e12, 2 * 256 * (4 * weights - last) / 635e12
+    head = 2 * 256 * 4 * 4096 * 151_936 / 635e12
     assert forward[:, 0] == pytest.approx([9 * (2 + product)] * 3 + [0])
-    assert backward[:3, 1] == pytest.approx(9 * (1 + model.layer_seconds(256)))
-    assert backward[3, 0] == pytest.approx(9 * (7 + model.layer_seconds(256)) + model.head_seconds(256))
+    assert backward[:3, 1] == pytest.approx(9 * (1 + layer))
+    assert backward[3, 0] == pytest.approx(9 * (7 + layer) + head)
     # Of one stage it is a step without a pipeline, which runs attention forward once and a pipeline's twice.
     none = np.zeros((2, 1), np.int64)
     pools = [[PlanSeconds(0, float(f + b), 0, 0, 0, 0, none, none, none, none)] for f, b in attention]
-    forward, backward = passes(attention, SPEC, 1, model)
-    assert follow(forward, backward, "1f1b").end == pytest.approx(step_seconds(pools, SPEC, model).step)
+    forward, backward = passes(attention, SPEC, 1)
+    assert follow(forward, backward, "1f1b").end == pytest.approx(step_seconds(pools, SPEC).step)
 
 
 def test_rows_of_equal_and_unlike_steps():

@@ -1,5 +1,6 @@
 """The benchmark's own arithmetic: modelled steps, bytes and rooms of plans, tables of what was asked."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -9,7 +10,7 @@ from benchmarks import frontier
 from benchmarks.planner import Options, asked_rows, raised_by
 from benchmarks.pools import CORPORA, SETTINGS, bytes_moved, measure, room_needed, row_of, sample_batches
 from benchmarks.step_model import (
-    Model,
+    TABLE,
     all_alike,
     as_drawn,
     best_of,
@@ -21,7 +22,8 @@ from benchmarks.step_model import (
 )
 from libra_jax import CostModel, Links, PoolSpec, plan_pool, planner
 from libra_jax.modelled import PlanSeconds, plan_counts
-from libra_jax.models.qwen3 import QWEN3_8B
+from libra_jax.models.qwen3 import QWEN3_8B, Qwen3Config
+from libra_jax.simulate.step import head_seconds, layer_products, token_seconds
 
 SPEC = PoolSpec(512, 4, 2, 4, 2, 8, block=16, waves=4, capacity=100.0, ranks_per_node=4)
 
@@ -31,23 +33,19 @@ def batch(sequences, seed=0):
     return [rng.multinomial(480, rng.dirichlet(np.full(3, 0.5))).clip(1).tolist() for _ in range(sequences)]
 
 
-def test_the_model_is_qwen3_8b():
-    model = Model()
-    norms = model.layers * (2 * model.hidden + 2 * model.head_dim) + model.hidden
-    matrices = model.layers * model.layer_parameters + 2 * model.vocabulary * model.hidden
-    assert matrices + norms == QWEN3_8B.num_parameters
-    assert (model.layers, model.heads, model.kv_heads) == (
-        QWEN3_8B.num_layers, QWEN3_8B.num_heads, QWEN3_8B.num_kv_heads,
-    )  # fmt: skip
+def test_products_and_norms_are_all_of_the_model():
+    model = QWEN3_8B
+    norms = model.num_layers * (2 * model.hidden_size + 2 * model.head_dim) + model.hidden_size
+    matrices = model.num_layers * layer_products(model)[0] + 2 * model.vocab_size * model.hidden_size
+    assert matrices + norms == model.num_parameters
 
 
 def test_seconds_of_matrix_products():
-    # One layer of width 2, MLP 3, 2 + 1 heads of 5: 2 * 2 * 5 * 3 + 3 * 2 * 3 = 78 parameters. A token: 2 FLOPs each
+    # One layer of width 2, MLP 3, 2 + 1 heads of 4: 2 * 2 * 4 * 3 + 3 * 2 * 3 = 66 parameters. A token: 2 FLOPs each
     # forward, 4 backward, 2 again for all but the 6 of the last product.
-    model = Model(layers=1, hidden=2, intermediate=3, heads=2, kv_heads=1, head_dim=5, vocabulary=7)
-    assert model.layer_parameters == 78
-    assert model.layer_seconds(10) == pytest.approx(10 * (6 * 78 + 2 * 72) / 635e12)
-    assert model.head_seconds(10) == pytest.approx(10 * 8 * 14 / 635e12)
+    model = Qwen3Config(7, 2, 3, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4)
+    assert token_seconds(model, TABLE) == pytest.approx((2 * 66 / 635e12, (4 * 66 + 2 * 60) / 635e12))
+    assert head_seconds(model, TABLE) == pytest.approx(8 * 14 / 635e12)
 
 
 def test_kernels_run_at_the_given_rate():
@@ -66,14 +64,14 @@ def pool(forward, backward, kernel=0.0, ideal=0.0):
 
 def test_a_step_waits_for_the_slowest_pool_of_each_micro_step_and_pass():
     pools = [[pool(5, 7, 3, 1), pool(4, 10, 2, 2)], [pool(1, 2, 1, 0.5), pool(1, 1, 0.5, 0.5)]]
-    model = Model(layers=3)
+    model = dataclasses.replace(QWEN3_8B, num_layers=3)
     step = step_seconds(pools, SPEC, model)
     assert step.attention == 5 + 10 + 1 + 2
     assert step.ideal == 3 * 1.5 + 3 * 0.5
     assert step.between_pools == (3 * 2 + 3 * 0.5) - step.ideal
     assert step.inside_pools == (3 * 3 + 3 * 1) - 7.5
     assert step.exposed == 18 - 12
-    rest = 2 * (3 * model.layer_seconds(256) + model.head_seconds(256))
+    rest = 2 * 256 * (3 * sum(token_seconds(model, TABLE)) + head_seconds(model, TABLE))
     assert step.step == pytest.approx(3 * 18 + rest)
     assert step.ideal_step == pytest.approx(3 * 6 + rest)
     assert step.attention_efficiency == 6 / 18

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
 
 from benchmarks.pools import CORPORA
 from libra_jax.data.lengths import find_lengths, read_lengths
 from libra_jax.data.packing import cut
 from libra_jax.policies.base import Policy, RunShape
+from libra_jax.policies.names import POLICIES
 from libra_jax.policies.names import policy as policy_named
-from libra_jax.simulate.attention import Network
-from libra_jax.simulate.command import MODELS
-from libra_jax.simulate.constants import changed, constants, kernel, links
-from libra_jax.simulate.step import Setting, Sync, token_seconds
+from libra_jax.simulate.command import MODELS, WARM_UP
+from libra_jax.simulate.constants import changed, constants, kernel
+from libra_jax.simulate.step import Setting, Sync
 from libra_jax.simulate.study import Outcome, outcome, sample_steps
 
 Row = dict[str, Any]
@@ -29,8 +27,6 @@ Batches = list[list[list[int]]]
 MODEL_NAMES = ("qwen3-8b", "qwen3-30b-a3b", "qwen3-235b-a22b")
 TOKENS: Mapping[str, int] = {"256K": 262_144, "1M": 1_048_576}
 CP: Mapping[str, int] = {"256K": 8, "1M": 16}
-WARM_UP = 12
-"""Steps that fill delay queues before the first that is priced."""
 LOGNORMAL = CORPORA[0]
 """The corpus with the median and 99th percentile that the Libra paper reports."""
 WLB = (
@@ -63,21 +59,10 @@ class Case:
 
     def setting(self) -> Setting:
         table = changed(constants("H100"), dict(self.values))
-        cost, model = kernel(self.kernel, table)[0], MODELS[self.model]
-        run = RunShape(
-            TOKENS[self.tokens],
-            self.dp,
-            self.cp or CP[self.tokens],
-            self.micro_steps,
-            model.num_heads,
-            model.num_kv_heads,
-            model.head_dim,
-            cost=cost,
-            links=links(table),
-            token_seconds=sum(token_seconds(model, table)),
-        )
-        network = Network(run.links, int(table["pod_nodes"].value), table["oversubscription"].value, self.strided)
-        return Setting(model, run, table, cost, network, sync=self.sync)
+        return Setting.of(
+            MODELS[self.model], table, kernel(self.kernel, table)[0], TOKENS[self.tokens], self.dp,
+            self.cp or CP[self.tokens], self.micro_steps, sync=self.sync, strided=self.strided,
+        )  # fmt: skip
 
     def batches(self, warm_up: int = 0) -> Batches:
         """The last `steps` are the same whatever the warm-up."""
@@ -88,11 +73,16 @@ class Case:
 
     def measured(self, name: str, policy: Policy | None = None) -> Outcome:
         """A policy over the case's steps; by name, or as given."""
-        warm_up = WARM_UP if "-delay" in name else 0
+        warm_up = warm_up_of(name)
         return outcome(name, policy or policy_named(name), self.batches(warm_up), self.setting(), warm_up)
 
     def words(self) -> Row:
         return {"model": self.model, "tokens": self.tokens, "corpus": self.corpus, "dp": self.dp}
+
+
+def warm_up_of(name: str) -> int:
+    """Steps that a policy plans before the first that is priced."""
+    return WARM_UP if name in POLICIES and POLICIES[name].delays else 0
 
 
 @functools.lru_cache(maxsize=2)
@@ -117,19 +107,11 @@ def numbers(found: Outcome, case: Case) -> Row:
     row["planning ms"] = 1e3 * spreads["planning"][0] / max(spreads["micro_steps"][0], 1)
     left, left_tokens, came, came_tokens = found.changed
     row["documents left out"], row["documents"] = left, found.documents
-    row["tokens left out"], row["tokens from other steps"], row["documents from other steps"] = (
-        left_tokens,
-        came_tokens,
-        came,
-    )
+    row["tokens left out"], row["tokens from other steps"] = left_tokens, came_tokens
+    row["documents from other steps"] = came
     return row
 
 
 def fewer_steps(case: Case, dp: int) -> Case:
     """Fewer sampled steps where a step has more than 128 sequences, so that experiments stay short; 2 at least."""
     return dataclasses.replace(case, dp=dp, steps=max(min(case.steps, case.steps * 32 // dp), 2))
-
-
-def spread_of(values: Sequence[float]) -> str:
-    low, high = np.quantile(values, [0.05, 0.95])
-    return f"{np.mean(values):.3g} ({low:.3g} to {high:.3g})"

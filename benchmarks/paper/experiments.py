@@ -26,13 +26,15 @@ from benchmarks.paper.base import (
     Row,
     fewer_steps,
     numbers,
+    warm_up_of,
 )
 from benchmarks.pools import CORPORA
 from libra_jax.memory import attention_bytes
 from libra_jax.placement import place, slot_lower_bound
 from libra_jax.policies import packed
-from libra_jax.policies.base import Policy, Sequences
+from libra_jax.policies.base import Sequences
 from libra_jax.policies.distca import distca
+from libra_jax.policies.names import policy as policy_named
 from libra_jax.policies.paper import paper_placer
 from libra_jax.policies.wlb import WLB as WLBPolicy
 from libra_jax.simulate.attention import group_seconds
@@ -134,8 +136,8 @@ def micro_batches(model: str, tokens: str, corpus: str, steps: int) -> list[Row]
     setting, rows = case.setting(), []
     products = token_seconds(setting.model, setting.table)
     for name in STRAGGLERS:
-        policy, forward, slowest, even = policy_of(name), [], [], []
-        batches = case.batches(12 if "-delay" in name else 0)
+        policy, forward, slowest, even = policy_named(name), [], [], []
+        batches = case.batches(warm_up_of(name))
         for number, sequences in enumerate(batches):
             plan = policy.step(sequences, setting.run)
             if number < len(batches) - steps:
@@ -162,12 +164,6 @@ def micro_batches(model: str, tokens: str, corpus: str, steps: int) -> list[Row]
             }
         )
     return rows
-
-
-def policy_of(name: str) -> Policy:
-    from libra_jax.policies.names import policy
-
-    return policy(name)
 
 
 def micro_batch_jobs(steps: int) -> list[Job]:
@@ -272,7 +268,7 @@ def growth(dp: int, policy: str) -> list[Row]:
         seconds = time.process_time() - start
         busiest, across, beyond, peers, pools = None, found.busiest, found.beyond_pod, found.peers, 1
     else:
-        plan = policy_of(f"libra:{8 if policy == 'libra' else dp}").step(sequences, setting.run)
+        plan = policy_named(f"libra:{8 if policy == 'libra' else dp}").step(sequences, setting.run)
         seconds = time.process_time() - start
         groups = [group_seconds(group, setting.cost, setting.network) for group in plan.micro_steps[0]]
         busiest = max(float(max(each.sent.max(), each.received.max())) for each in groups)
@@ -378,7 +374,6 @@ def bounded_jobs(steps: int) -> list[Job]:
 
 # ---------------------------------------------------------------------------------------------------------- sensitivity
 
-CONSTANTS = ("across", "inside", "products", "across_latency", "gather_overlap", "oversubscription")
 AGAINST = ("ulysses", "ulysses-sorted", "wlb-micro-shuffled", "wlb-micro-delay-shuffled", "distca")
 
 

@@ -16,9 +16,9 @@ from libra_jax.models.qwen3 import Qwen3Config
 from libra_jax.policies import packed
 from libra_jax.policies.base import Group, Policy, RunShape, Sequences, StepPlan, check_step
 from libra_jax.policies.wlb import WLB, shard
-from libra_jax.simulate.attention import Network, group_seconds
-from libra_jax.simulate.constants import Constants, changed, constants, kernel, links
-from libra_jax.simulate.step import Setting, Sync, layer_products, token_seconds
+from libra_jax.simulate.attention import group_seconds
+from libra_jax.simulate.constants import Constants, changed, constants, kernel
+from libra_jax.simulate.step import Setting, layer_products, token_seconds
 from libra_jax.simulate.study import outcome, sample_steps
 from libra_jax.spec import PoolSpec
 
@@ -45,18 +45,6 @@ def tensor_parallel(table: Constants, part: Qwen3Config, tp: int) -> Constants:
     flops = 2 * layer_products(part)[0]
     seconds = flops / table["products"].value + received / table["inside"].value
     return changed(table, {"ranks_per_node": 1, "products": flops / seconds})
-
-
-def setting_of(
-    model: Qwen3Config, table: Constants, kernels: str, seq_len: int, dp: int, cp: int, micro_steps: int,
-    pp: int = 1, sync: Sync = "step",
-) -> Setting:  # fmt: skip
-    cost = kernel(kernels, table)[0]
-    run = RunShape(
-        seq_len, dp, cp, micro_steps, model.num_heads, model.num_kv_heads, model.head_dim,
-        cost=cost, links=links(table), token_seconds=sum(token_seconds(model, table)),
-    )  # fmt: skip
-    return Setting(model, run, table, cost, Network(run.links), pp, sync)
 
 
 @functools.cache
@@ -121,7 +109,7 @@ def wlb_setting(kernels: str = "fa3", collectives: bool = True, recompute: bool 
     table = changed(constants("H100"), {"ranks_per_node": 1, "recompute": float(recompute)})
     if collectives:
         table = tensor_parallel(table, part, 8)
-    return setting_of(part, table, kernels, 131_072, 1, 2, 4, pp=4)
+    return Setting.of(part, table, kernel(kernels, table)[0], 131_072, 1, 2, 4, pp=4, sync="step")
 
 
 _SKEWED = "lognormal-644-71k"
@@ -199,8 +187,10 @@ def distca_setting(nodes: int, seq_len: int, dp: int, cp: int, batch: int, heads
     table = constants("H200")
     if heads:
         part = share_of_heads(LLAMA3_8B, 8)
-        return setting_of(part, tensor_parallel(table, part, 8), "triton", seq_len, dp, cp, batch // dp)
-    return setting_of(LLAMA3_8B, table, "triton", seq_len, dp, 8 * cp, batch // dp)
+        table = tensor_parallel(table, part, 8)
+        return Setting.of(part, table, kernel("triton", table)[0], seq_len, dp, cp, batch // dp, sync="step")
+    cost = kernel("triton", table)[0]
+    return Setting.of(LLAMA3_8B, table, cost, seq_len, dp, 8 * cp, batch // dp, sync="step")
 
 
 def distca_speed_up(name: str, nodes: int, seq_len: int, batch: int, heads: bool, steps: int = STEPS) -> float:
@@ -284,8 +274,9 @@ def llama_rows() -> list[Row]:
     )
     part = share_of_heads(whole, 8)
     table = changed(tensor_parallel(constants("H100"), part, 8), {"recompute": 0})
+    cost = kernel("fa3", table)[0]
     for name, seq_len, cp, micro_steps in (("8K", 8192, 1, 16), ("128K", 131_072, 16, 16)):
-        setting = setting_of(part, table, "fa3", seq_len, 1, cp, micro_steps, pp=16)
+        setting = Setting.of(part, table, cost, seq_len, 1, cp, micro_steps, pp=16, sync="step")
         found = outcome("", packed.Sharded("sequence"), [[[seq_len]] * micro_steps], setting).steps[0]
         again = "stages run forward again in the backward pass, as here; "
         for series, seconds, why in (
@@ -294,7 +285,7 @@ def llama_rows() -> list[Row]:
         ):
             rate = found.flops / seconds / setting.gpus / 1e12
             rows.append(row_of(series, f"405B, {name}", f"llama 3 {name}", rate, why))
-        setting = setting_of(part, table, "fa3", seq_len, 1, cp, 1)
+        setting = Setting.of(part, table, cost, seq_len, 1, cp, 1, sync="step")
         found = outcome("", packed.Sharded("sequence"), [[[seq_len]]], setting).steps[0]
         rate = found.flops / found.step / setting.gpus / 1e12
         why = "an upper bound: interleaving leaves some bubble, and elementwise work is not modelled"

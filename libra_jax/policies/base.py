@@ -39,7 +39,7 @@ class RunShape:
 
     seq_len: tokens of a packed sequence. dp: sequences side by side. cp: ranks of each. micro_steps: of an optimizer
     step, which so has dp * micro_steps sequences. num_heads, num_kv_heads, head_dim: of the model; dtype bfloat16.
-    ranks_per_node: ranks that share a node. cost, links: what kernels and bytes cost. token_seconds: what a layer takes
+    cost, links: what kernels and bytes cost. token_seconds: what a layer takes
     for one token beside its attention, forward and backward, on one rank (WLB-LLM weighs it against attention).
 
     Raises ValueError where a number is not a whole one of at least 1, or a rank would hold no block.
@@ -155,8 +155,8 @@ class Policy(Protocol):
 
 
 class Changed(NamedTuple):
-    """How a step's documents differ from those that were handed in: documents and tokens left out of it, documents and
-    tokens in it that are from another step, and tokens of documents that were cut or joined (always 0 here)."""
+    """How a step's documents differ from those that were handed in: documents and tokens left out of it, and documents
+    and tokens in it that are from another step."""
 
     left_out: int
     left_out_tokens: int

@@ -24,14 +24,16 @@ from libra_jax.policies.wlb import WLB
 @dataclasses.dataclass(frozen=True)
 class Known:
     """make: a fresh one. about: what it does. source: where it is from. limits: what is not as in the original, or what
-    the original does not do. keeps: whether every step keeps the documents that it was given. pools: whether sequences
-    share their attention."""
+    the original does not do. keeps: whether every step keeps the documents that it was given. delays: whether documents
+    wait for later steps on purpose, so that the first steps are not like the others. pools: whether sequences share
+    their attention."""
 
     make: Callable[[], Policy]
     about: str
     source: str
     limits: str
     keeps: bool = True
+    delays: bool = False
     pools: bool = False
 
 
@@ -114,6 +116,7 @@ POLICIES: dict[str, Known] = {
             "WLB-LLM, arXiv 2503.17924",
             _WLB_LIMITS,
             keeps=False,
+            delays=delay,
         )
         for name, scope, what in WLB_SCOPES
         for delay in (False, True)

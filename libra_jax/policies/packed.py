@@ -32,8 +32,7 @@ Order = Literal["all", "pools"] | None
 
 
 def planned_group(sequences: Sequences, spec: PoolSpec, assignment: Assignment) -> Group:
-    """A pool whose blocks an assignment deals to ranks. Where the spec has no room for its plan, the head-parallel one
-    takes its place, as in `plan_pool`."""
+    """A pool whose blocks an assignment deals to ranks, whether or not the spec has room for that plan."""
     start = time.process_time()
     first_page, num_pages = pages_of(sequences, spec)
     executor = assignment(first_page, num_pages, spec, np.ones(spec.ranks))

@@ -153,9 +153,8 @@ def recommend(
             here = dataclasses.replace(setting, run=run)
             policy = libra(pool, order=order, tolerance=tolerance, waves=waves)
             found = outcome("libra", policy, batches, here)
-            memory = max(step.memory for step in found.steps)
-            fits = memory <= setting.table["memory"].value
-            tried[key] = Tried(pool, cp, run.dp, tolerance, waves, found.efficiency if fits else None, memory)
+            fits = found.memory <= setting.table["memory"].value
+            tried[key] = Tried(pool, cp, run.dp, tolerance, waves, found.efficiency if fits else None, found.memory)
         return tried[key]
 
     cp, tolerance, waves = setting.run.cp, 0.003, 6

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from libra_jax.data.lengths import find_lengths, read_lengths
 from libra_jax.data.packing import cut
@@ -24,11 +22,11 @@ from libra_jax.models.qwen3 import QWEN3_0_6B, QWEN3_8B, QWEN3_30B_A3B, QWEN3_23
 from libra_jax.policies import names
 from libra_jax.policies.base import RunShape
 from libra_jax.simulate import advice
-from libra_jax.simulate.attention import Network
-from libra_jax.simulate.constants import Constants, changed, constants, kernel, links
+from libra_jax.simulate.constants import changed, constants, kernel
 from libra_jax.simulate.plot import steps_png
-from libra_jax.simulate.step import Setting, heaviest_over_mean, token_seconds
+from libra_jax.simulate.step import Setting, heaviest_over_mean
 from libra_jax.simulate.study import Outcome, compare, sample_steps, spread
+from libra_jax.simulate.tables import changed_sentence, constants_table, losses_table, numbers_table, policies_table
 
 MODELS: dict[str, Qwen3Config] = {
     "qwen3-0.6b": QWEN3_0_6B,
@@ -40,7 +38,6 @@ WARM_UP = 12
 """Steps for which policies that hold documents back fill their queues, before the first that is priced."""
 MOST_DOCUMENTS = 100_000_000
 """That are sampled at most."""
-Say = Any  # Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +118,7 @@ def run(options: SimulateOptions) -> int:
     if options.steps < 20:
         print(f"{options.steps} steps: percentiles of fewer than 20 say little", file=sys.stderr)
     batches, lengths = _sampled(options, setting.run)
-    say = _progress(console)
+    say = _progress()
     outcomes = list(compare(policies, batches, setting, WARM_UP, say))
     measured = batches[WARM_UP:]
     verdict = recommendation = own = None
@@ -205,24 +202,13 @@ def setting_of(options: SimulateOptions) -> tuple[Setting, str]:
     for name, least in {"steps": 1, "pool": 1, "dp": 1, "cp": 1, "pp": 1, "micro_steps": 1, "seed": 0}.items():
         if getattr(options, name) < least:
             raise ValueError(f"{name} ({getattr(options, name)}) must be at least {least}")
-    shape = RunShape(
-        options.seq_len,
-        options.dp,
-        options.cp,
-        options.micro_steps,
-        model.num_heads,
-        model.num_kv_heads,
-        model.head_dim,
-        cost=cost,
-        links=links(table),
-        token_seconds=sum(token_seconds(model, table)),
-    )
     if any(name in names.SIZED for name in options.policies) and options.dp % options.pool:
         raise ValueError(f"pool ({options.pool}) must divide dp ({options.dp})")
-    network = Network(
-        shape.links, int(table["pod_nodes"].value), table["oversubscription"].value, options.mapping == "strided"
-    )
-    return Setting(model, shape, table, cost, network, options.pp, options.sync), source
+    setting = Setting.of(
+        model, table, cost, options.seq_len, options.dp, options.cp, options.micro_steps,
+        pp=options.pp, sync=options.sync, strided=options.mapping == "strided",
+    )  # fmt: skip
+    return setting, source
 
 
 def _values(words: Sequence[str]) -> dict[str, float]:
@@ -266,14 +252,11 @@ def _sampled(options: SimulateOptions, run: RunShape) -> tuple[list[list[list[in
     return sample_steps(lengths, run, steps, options.seed), lengths
 
 
-def _progress(console: Console) -> Say:
+def _progress() -> Callable[[str], None]:
     if not sys.stderr.isatty():
         return lambda what: None
     err = Console(stderr=True)
     return lambda what: err.print(f"  {what}"[:100].ljust(100), end="\r")
-
-
-# -------------------------------------------------------------------------------------------------------------- tables
 
 
 def _show(
@@ -295,9 +278,9 @@ def _show(
     else:
         nodes, where = -(-pool // node) * run.cp, "a sequence's ranks on different nodes"
     console.print(f"a pool of {pool}: {pool * run.cp} GPUs on {nodes} node{'s' if nodes > 1 else ''}, {where}\n")
-    console.print(table_of(outcomes, setting, "Means over steps", lambda spread: spread[0]))
-    console.print(table_of(outcomes, setting, "5th percentile", lambda spread: spread[1]))
-    console.print(table_of(outcomes, setting, "95th percentile", lambda spread: spread[2]))
+    console.print(numbers_table(outcomes, setting, "Means over steps", lambda spread: spread[0]))
+    console.print(numbers_table(outcomes, setting, "5th percentile", lambda spread: spread[1]))
+    console.print(numbers_table(outcomes, setting, "95th percentile", lambda spread: spread[2]))
     console.print(
         "tokens/s/GPU, MFU: means of all steps together. pools, ranks, micro-steps: the slowest over the mean. bytes: "
         "the busiest rank's over those of a full sequence by Ulysses, and what of them goes across nodes."
@@ -313,78 +296,12 @@ def _show(
         f"micro-steps {run.micro_steps}{others}"
     )
     room = setting.table["memory"].value
-    needs = {each.policy: max(step.memory for step in each.steps) for each in outcomes}
-    too_much = [f"{name} ({memory:.0f})" for name, memory in needs.items() if memory > room]
+    too_much = [f"{each.policy} ({each.memory:.0f})" for each in outcomes if each.memory > room]
     if too_much:
         console.print(f"do not fit in the {room:g} GiB of a GPU: {', '.join(too_much)}")
     for each in outcomes:
         if any(each.changed):
             console.print(changed_sentence(each))
-
-
-def table_of(
-    outcomes: Sequence[Outcome], setting: Setting, title: str, pick: Callable[[tuple[float, float, float]], float]
-) -> Table:
-    """A row for each policy. pick: which of mean, 5th and 95th percentile."""
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), title=title)
-    table.add_column("policy", no_wrap=True)
-    for name in ("step s", "tok/s/GPU", "MFU %", "pools", "ranks", "micro-steps", "bytes", "across", "GiB"):
-        table.add_column(name, justify="right")
-    for each in outcomes:
-        numbers = {name: pick(spread) for name, spread in each.numbers(setting).items()}
-        ulysses = numbers["ulysses_bytes"]
-        table.add_row(
-            each.policy,
-            f"{numbers['step']:.4g}",
-            f"{numbers['tokens per gpu second']:.0f}",
-            f"{100 * numbers['mfu']:.1f}",
-            *(f"{numbers[name]:.2f}" for name in ("pool_imbalance", "rank_imbalance", "micro_step_imbalance")),
-            *(f"{numbers[name] / ulysses:.2f}" if ulysses else "-" for name in ("busiest_bytes", "across_bytes")),
-            f"{numbers['memory']:.1f}",
-        )
-    return table
-
-
-def losses_table(outcomes: Sequence[Outcome]) -> Table:
-    """Shares of all steps' time; with the ideal they add up to 100."""
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), title="Where the time goes, %")
-    table.add_column("policy", no_wrap=True)
-    for name in ("ideal", *outcomes[0].losses):
-        table.add_column(name, justify="right", overflow="fold")
-    for each in outcomes:
-        shares = [each.efficiency, *each.losses.values()]
-        table.add_row(each.policy, *(f"{100 * share:.1f}" for share in shares))
-    return table
-
-
-def changed_sentence(each: Outcome) -> str:
-    """What a policy does to the steps' documents."""
-    left, tokens, came, came_tokens = each.changed
-    return (
-        f"{each.policy} changes what steps train on: of {each.documents:,} documents {left:,} ({tokens:,} tokens) went "
-        f"to later steps, {came:,} ({came_tokens:,} tokens) came from earlier ones; at the end {each.waiting:,} wait"
-    )
-
-
-def constants_table(table: Constants) -> Table:
-    """Every constant with its source."""
-    shown = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), title="Constants")
-    for name in ("name", "value", "unit", "source"):
-        shown.add_column(name, justify="right" if name == "value" else "left", overflow="fold")
-    for each in table.values():
-        shown.add_row(each.name, f"{each.value:g}", each.unit, each.source)
-    return shown
-
-
-def policies_table() -> Table:
-    """Every policy with its source and its limits."""
-    shown = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), title="Policies")
-    for name in ("name", "what it does", "source", "known limits", "keeps a step's documents"):
-        shown.add_column(name, overflow="fold")
-    for name in [*names.POLICIES, *names.SIZED]:
-        each = names.known(name)
-        shown.add_row(name, each.about, each.source, each.limits, "yes" if each.keeps else "no")
-    return shown
 
 
 def _content(

@@ -20,7 +20,7 @@ from libra_jax.memory import attention_bytes
 from libra_jax.models.qwen3 import Qwen3Config
 from libra_jax.policies.base import Group, RunShape, Sequences, StepPlan
 from libra_jax.simulate.attention import GroupSeconds, Network, group_seconds
-from libra_jax.simulate.constants import Constants
+from libra_jax.simulate.constants import Constants, links
 from libra_jax.simulate.pipeline_events import follow
 from libra_jax.train.flops import model_flops
 from libra_jax.train.pipeline import kept_inputs
@@ -51,6 +51,29 @@ class Setting:
         heads, given = (shape.num_heads, shape.num_kv_heads), (run.num_heads, run.num_kv_heads)
         if heads != given or shape.head_dim != run.head_dim:
             raise ValueError(f"the run's heads {given} x {run.head_dim} are not the model's {heads} x {shape.head_dim}")
+
+    @classmethod
+    def of(
+        cls,
+        model: Qwen3Config,
+        table: Constants,
+        cost: CostModel,
+        seq_len: int,
+        dp: int,
+        cp: int,
+        micro_steps: int,
+        *,
+        pp: int = 1,
+        sync: Sync = "layer",
+        strided: bool = False,
+    ) -> Setting:
+        """From the model and the table of constants, which say the rest. strided: see `Network`."""
+        run = RunShape(
+            seq_len, dp, cp, micro_steps, model.num_heads, model.num_kv_heads, model.head_dim,
+            cost=cost, links=links(table), token_seconds=sum(token_seconds(model, table)),
+        )  # fmt: skip
+        network = Network(run.links, int(table["pod_nodes"].value), table["oversubscription"].value, strided)
+        return cls(model, run, table, cost, network, pp, sync)
 
     @property
     def gpus(self) -> int:
@@ -221,21 +244,10 @@ class _Layers:
         return slowest - products, tokens
 
     def _layer(self, attention: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(M, G) seconds of a layer's passes; the backward pass does again what was not kept."""
-        there, back = token_seconds(self.setting.model, self.setting.table)
-        return attention[..., 0] + there * tokens, attention[..., 1] + back * tokens
+        return layer_seconds(self.setting.model, self.setting.table, attention, tokens)
 
     def _passes(self, attention: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(S, M, G) seconds of forward and backward passes of a stage. With stages, a backward pass runs its stage
-        forward again, and the last one has no forward pass of its own, and the head."""
-        setting = self.setting
-        layers, stages = setting.model.num_layers / setting.pp, setting.pp
-        forward, backward = self._layer(attention, tokens)
-        there = np.repeat(layers * forward[None], stages, axis=0)
-        back = np.repeat(layers * (backward + forward)[None], stages, axis=0)
-        there[-1] = 0
-        back[-1] += head_seconds(setting.model, setting.table) * tokens
-        return there, back
+        return stage_passes(self.setting.model, self.setting.table, attention, tokens, self.setting.pp)
 
 
 def _groups(ranks: np.ndarray) -> str:
@@ -275,6 +287,31 @@ def token_seconds(model: Qwen3Config, table: Constants) -> tuple[float, float]:
     again = (weights - last) if table["recompute"].value else 0
     rate = table["products"].value
     return 2 * weights / rate, 2 * (2 * weights + again) / rate
+
+
+def layer_seconds(
+    model: Qwen3Config, table: Constants, attention: np.ndarray, tokens: np.ndarray | float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Forward and backward passes of a layer, (...,) each. attention: (..., 2) seconds. tokens: (...,) of a rank."""
+    there, back = token_seconds(model, table)
+    return attention[..., 0] + there * tokens, attention[..., 1] + back * tokens
+
+
+def stage_passes(
+    model: Qwen3Config, table: Constants, attention: np.ndarray, tokens: np.ndarray | float, stages: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(S, ...) seconds of forward passes, and of backward passes, as `libra_jax.train.pipeline` runs them: a backward
+    pass runs its stage forward again, and the last stage has no forward pass of its own, and the head.
+
+    attention: (..., 2) of one layer. tokens: (...,) of a rank.
+    """
+    layers = model.num_layers / stages
+    forward, backward = layer_seconds(model, table, attention, tokens)
+    there = np.repeat(layers * forward[None], stages, axis=0)
+    back = np.repeat(layers * (backward + forward)[None], stages, axis=0)
+    there[-1] = 0
+    back[-1] += head_seconds(model, table) * tokens
+    return there, back
 
 
 def head_seconds(model: Qwen3Config, table: Constants) -> float:

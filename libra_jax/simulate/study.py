@@ -127,9 +127,10 @@ def compare(
     for name in policies:
         if progress is not None:
             progress(name)
-        holds = "-delay" in name
+        known = names.known(name)
+        begin = warm_up if known.delays else 0
         try:
-            found = outcome(name, names.policy(name), batches if holds else batches[warm_up:], setting, warm_up * holds)
+            found = outcome(name, known.make(), batches[warm_up - begin :], setting, begin)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         yield found
