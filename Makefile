@@ -68,7 +68,7 @@ bench: setup ## run the benchmarks: tables here, JSON and reports in benchmarks/
 	$(BIN)/python -m benchmarks.curves --json benchmarks/reports/curves.json --report benchmarks/reports/curves.md \
 	    --plot benchmarks/reports/curves.png --csv benchmarks/reports/curves.csv
 
-report: setup ## is it worth it? docs/report anew: the paper's tables and figures by the cluster model, in an hour
+report: setup ## is it worth it? docs/report anew: the paper's tables and figures by the cluster model, in an hour on two cores
 	$(BIN)/python -m benchmarks.paper $(ARGS)
 
 requirements: setup ## pin requirements.txt anew from pyproject.toml; ARGS=--upgrade takes newer versions

@@ -223,10 +223,7 @@ def inspect(args: list[str]) -> int:
 
     positional = (tyro.conf.PositionalRequiredArgs,)
     options = tyro.cli(inspect_corpus.InspectOptions, args=args, prog=f"{program()} inspect", config=positional)
-    try:
-        return inspect_corpus.run(options)
-    except (ValueError, OSError) as error:
-        return _complain(error, 2)
+    return _answered(lambda: inspect_corpus.run(options))
 
 
 def simulate(args: list[str]) -> int:
@@ -236,13 +233,7 @@ def simulate(args: list[str]) -> int:
     from libra_jax.simulate import command
 
     options = tyro.cli(command.SimulateOptions, args=args, prog=f"{program()} simulate")
-    try:
-        return command.run(options)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads on; nothing to say at exit
-        return 1
-    except (ValueError, OSError) as error:
-        return _complain(error, 2)
+    return _answered(lambda: command.run(options))
 
 
 def prepare(args: list[str]) -> int:
@@ -319,11 +310,18 @@ def _with_config(command: str, what: str, args: list[str], fields: list[Any]) ->
 def _weights(run: Callable[[Any], None]) -> int:
     from rich.console import Console
 
+    return _answered(lambda: run(Console(highlight=False)) or 0)
+
+
+def _answered(run: Callable[[], int]) -> int:
+    """A command's status; of one whose reader has gone, as `head` does, 1 without a word."""
     try:
-        run(Console(highlight=False))
+        return run()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor at exit, when the rest would be written
+        return 1
     except (ValueError, OSError) as error:
         return _complain(error, 2)
-    return 0
 
 
 PREEMPTED_STATUS = 75

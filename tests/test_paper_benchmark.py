@@ -82,7 +82,7 @@ def test_the_committed_text_is_what_its_csvs_give(monkeypatch):
     monkeypatch.setattr(reality, "section", lambda: ["HERE"])
     tables = {name: report.read(FOLDER, name) for name in EXPERIMENTS}
     assert all(tables.values()), "every experiment has its CSV"
-    before, after = "\n".join(report._text(tables)).split("HERE")
+    before, after = "\n".join(report.report_text(tables)).split("HERE")
     written = (FOLDER / "README.md").read_text()
     machine = re.compile(r"^.* cores of .*$", re.MULTILINE)
     assert machine.sub("", written).startswith(machine.sub("", before).rstrip())

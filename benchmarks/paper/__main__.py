@@ -1,7 +1,7 @@
 """The paper's tables and figures, and how the model compares with what is published, in one command.
 
 Runs every experiment (`experiments`), writes a CSV each into docs/report, then pictures and the text beside them.
-Run: python -m benchmarks.paper [--only NAME ...] [--steps 20] [--draw]; half an hour on two idle cores.
+Run: python -m benchmarks.paper [--only NAME ...] [--steps 20] [--draw]; an hour on two cores.
 """
 
 from __future__ import annotations
