@@ -172,8 +172,9 @@ def test_inspect_takes_its_path_without_a_flag(folder: Path, capsys: pytest.Capt
 
 
 def test_a_reader_that_has_gone_is_no_mistake_of_the_users():
-    command = [sys.executable, "-m", "libra_jax.cli", "simulate", "--quick", "--json", "--steps", "1", "--seq-len", "8192"]
-    command += ["--cp", "2", "--dp", "4", "--pool", "2", "--micro-steps", "2", "--policies", "ulysses"]
+    command = [sys.executable, "-m", "libra_jax.cli", "simulate", "--quick", "--json", "--steps", "1"]
+    command += ["--seq-len", "8192", "--cp", "2", "--dp", "4", "--pool", "2", "--micro-steps", "2"]
+    command += ["--policies", "ulysses"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
