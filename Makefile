@@ -26,7 +26,7 @@ lint: setup ## ruff and pyright
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 
 unit: setup ## the tests alone; ARGS="tests/test_x.py -k name" picks some
-	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 long: setup ## further variants of the tests, most of them compiled for GPUs: some minutes more
 	$(BIN)/python -m pytest -n $(WORKERS) -m long $(ARGS)

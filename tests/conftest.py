@@ -1,5 +1,6 @@
 """Eight CPU devices and strict array rules for every test that uses jax. Must run before jax starts a backend."""
 
+import gc
 import importlib.util
 import os
 
@@ -19,6 +20,7 @@ os.environ["XLA_FLAGS"] = " ".join([
 ])  # fmt: skip
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
+gc.set_threshold(50_000, 20, 50)  # each collection walks all that was ever traced: a fifth of the tests' time
 
 LONG = (
     "test_overlap.py::test_in_a_scan_over_layers_with_relays[checkpoint]",
@@ -90,6 +92,30 @@ LONG = (
     "test_relays.py::test_a_scan_over_checkpointed_layers_has_the_gradients_that_it_has_without_relays",
     "test_runs.py::test_a_run_goes_on_with_its_devices_in_another_layout",
     "test_mesh_benchmark.py::test_every_policy_is_right_and_has_a_row_of_times[every policy]",
+    "test_processes.py::test_several_processes_give_the_bits_of_one[4 of 1 devices]",
+    "test_attention.py::test_scan_and_checkpoint_over_layers",
+    "test_attention.py::test_2_other_axes_of_the_mesh_take_no_part[last]",
+    "test_gpu_check.py::test_what_measures_runs_on_a_cpu",
+    "test_exchange.py::test_ragged_in_a_scan_over_checkpointed_layers[policy1]",
+    "test_exchange.py::test_transports_give_the_same_bits_for_every_policy_and_number_of_waves[1]",
+    "test_pipeline.py::test_sums_and_gradients_are_those_without_stages[4-9-1f1b]",
+    "test_pipeline.py::test_sums_and_gradients_are_those_without_stages[4-3-1f1b]",
+    "test_tensor_parallel.py::test_every_rank_works_on_its_own_heads_and_gives_their_bits[explicit]",
+    "test_triton_plans.py::test_plans[100]",
+    "test_triton_operator.py::test_the_same_bits_for_every_plan_and_mesh[changes2-random-options2]",
+    "test_triton_operator.py::test_the_same_bits_for_every_plan_and_mesh[changes3-pooled-options3]",
+    "test_overlap.py::test_alone_every_exchange_but_the_last_return_runs_under_a_wave[2-1]",
+    "test_overlap.py::test_alone_every_exchange_but_the_last_return_runs_under_a_wave[3-4]",
+    "test_memory.py::test_the_formula_is_what_xla_sets_aside[8B, 3 waves]",
+    "test_moe.py::test_any_number_of_experts_and_choices[gathered-one]",
+    "test_moe.py::test_any_number_of_experts_and_choices[gathered-all]",
+    "test_libra_attention_layer.py::test_kernel_metadata_shards_parameters_and_changes_no_result[explicit]",
+    "test_kernel_report.py::test_what_the_table_chooses_compiles_well[100-64-64-forward]",
+    "test_kernel_report.py::test_what_the_table_chooses_compiles_well[100-64-64-dq]",
+    "test_kernel_report.py::test_what_the_table_chooses_compiles_well[100-64-64-dkv]",
+    "test_kernel_report.py::test_what_the_table_chooses_compiles_well[90-192-192-forward]",
+    "test_kernel_report.py::test_what_the_table_chooses_compiles_well[90-192-192-dq]",
+    "test_kernel_report.py::test_what_the_table_chooses_compiles_well[90-192-192-dkv]",
 )
 """Further variants of what stays, most of them whole programs compiled for GPUs: `make long` runs them. With them the
 suite would take longer than its quarter of an hour on two cores."""

@@ -89,6 +89,11 @@ def test_the_committed_text_is_what_its_csvs_give(monkeypatch):
     assert written.rstrip().endswith(after.strip())
     for name in re.findall(r"\]\((\w+\.png)\)", written):
         assert (FOLDER / name).stat().st_size > 10_000
+    rows = report.read(FOLDER, "residuals")
+    for part in reality.PARTS:
+        shown = f"| {part.title} | "
+        assert shown in written and f"## {part.title}\n" in (FOLDER / "residuals.md").read_text()
+        assert any(row["part"] == part.title for row in rows), part.title
     for path in FOLDER.glob("*.csv"):
         with path.open() as file:
             assert len(list(csv.reader(file))) > 2, path.name

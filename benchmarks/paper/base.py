@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.pools import CORPORA
@@ -19,7 +19,7 @@ from libra_jax.policies.names import policy as policy_named
 from libra_jax.simulate.command import MODELS, WARM_UP
 from libra_jax.simulate.constants import changed, constants, kernel
 from libra_jax.simulate.step import Setting, Sync
-from libra_jax.simulate.study import Outcome, outcome, sample_steps
+from libra_jax.simulate.study import Outcome, outcome, outcomes, sample_steps
 
 Row = dict[str, Any]
 Batches = list[list[list[int]]]
@@ -76,6 +76,12 @@ class Case:
         warm_up = warm_up_of(name)
         return outcome(name, policy or policy_named(name), self.batches(warm_up), self.setting(), warm_up)
 
+    def measured_in(self, name: str, policy: Policy, others: Sequence[Case]) -> list[Outcome]:
+        """A policy over the case's steps, priced here and in others that differ in the network alone."""
+        settings = [each.setting() for each in (self, *others)]
+        warm_up = warm_up_of(name)
+        return outcomes(name, policy, self.batches(warm_up), settings, warm_up)
+
     def words(self) -> Row:
         return {"model": self.model, "tokens": self.tokens, "corpus": self.corpus, "dp": self.dp}
 
@@ -105,6 +111,7 @@ def numbers(found: Outcome, case: Case) -> Row:
     row["step seconds"], row["p5"], row["p95"] = spreads["step"]
     row["tokens per gpu second"] = spreads["tokens per gpu second"][0]
     row["planning ms"] = 1e3 * spreads["planning"][0] / max(spreads["micro_steps"][0], 1)
+    row["steps"] = len(found.steps)
     left, left_tokens, came, came_tokens = found.changed
     row["documents left out"], row["documents"] = left, found.documents
     row["tokens left out"], row["tokens from other steps"] = left_tokens, came_tokens
@@ -113,5 +120,6 @@ def numbers(found: Outcome, case: Case) -> Row:
 
 
 def fewer_steps(case: Case, dp: int) -> Case:
-    """Fewer sampled steps where a step has more than 128 sequences, so that experiments stay short; 2 at least."""
-    return dataclasses.replace(case, dp=dp, steps=max(min(case.steps, case.steps * 32 // dp), 2))
+    """Half the sampled steps at DP 128, a quarter at DP 256, 2 at least, where a step has 512 sequences and more: those
+    of DP 64 with all of theirs are as many."""
+    return dataclasses.replace(case, dp=dp, steps=max(case.steps * min(64, dp) // dp, 2))

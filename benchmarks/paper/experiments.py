@@ -119,7 +119,7 @@ def scaling(model: str, tokens: str, corpus: str, steps: int) -> list[Row]:
 def scaling_jobs(steps: int) -> list[Job]:
     cases = [(m, t, LOGNORMAL) for m, t in itertools.product(MODEL_NAMES, TOKENS)]
     cases += [(MODEL_NAMES[0], t, c) for t, c in itertools.product(TOKENS, CORPORA[1:])]
-    return [functools.partial(scaling, *case, max(steps // 2, 2)) for case in cases]
+    return [functools.partial(scaling, *case, steps) for case in cases]
 
 
 # ------------------------------------------------------------------- 3 and 4: micro-batches, stragglers, by micro-batch
@@ -169,7 +169,7 @@ def micro_batches(model: str, tokens: str, corpus: str, steps: int) -> list[Row]
 def micro_batch_jobs(steps: int) -> list[Job]:
     cases = [(MODEL_NAMES[0], t, c) for t, c in itertools.product(TOKENS, CORPORA)]
     cases += [(m, t, LOGNORMAL) for m, t in itertools.product(MODEL_NAMES[1:], TOKENS)]
-    return [functools.partial(micro_batches, *case, max(steps // 2, 2)) for case in cases]
+    return [functools.partial(micro_batches, *case, steps) for case in cases]
 
 
 # -------------------------------------------------------------------------------------------- 5: end to end on 256 GPUs
@@ -184,12 +184,8 @@ def end_to_end(
     dp = 256 // CP[tokens]
     case = Case(model, tokens, corpus, dp=dp, micro_steps=128 // dp, steps=steps)
     case = dataclasses.replace(case, **dict(extra))  # type: ignore[arg-type]
-    left_out = set()
-    if extra or model != MODEL_NAMES[0]:  # places tile by tile, in Python
-        left_out.add("libra-paper:8")
-    if extra or (model, corpus) != (MODEL_NAMES[0], LOGNORMAL):  # one by one; and its groups are never the same twice
-        left_out.add("dynamic-cp")
-    names = [name for name in ALL if name not in left_out]
+    slow = {"libra-paper:8", "dynamic-cp"}  # these plan tile by tile and document by document, in Python
+    names = [name for name in ALL if name not in slow or (model == MODEL_NAMES[0] and not extra)]
     rows = [case.words() | numbers(case.measured(name), case) for name in names]
     best = next(row["efficiency"] for row in rows if row["policy"] == "libra:8")
     return [row | {"gain": best / row["efficiency"], "change": ", ".join(f"{k} {v}" for k, v in extra)} for row in rows]
@@ -197,19 +193,17 @@ def end_to_end(
 
 def end_to_end_jobs(steps: int) -> list[Job]:
     return [
-        functools.partial(end_to_end, m, t, c, steps if m == MODEL_NAMES[0] else max(steps // 2, 2))
-        for m, t, c in itertools.product(MODEL_NAMES, TOKENS, CORPORA)
-    ]  # fmt: skip
+        functools.partial(end_to_end, m, t, c, steps) for m, t, c in itertools.product(MODEL_NAMES, TOKENS, CORPORA)
+    ]
 
 
 def tail_jobs(steps: int) -> list[Job]:
     """Where ranks meet, and how long documents are: the same comparison for Qwen3-8B."""
     jobs = []
-    few = max(steps // 4, 2)
     for tokens in TOKENS:
         changes: list[tuple[tuple[str, object], ...]] = [(("sync", "step"),)]
         changes += [(("longest", TOKENS[tokens] // part),) for part in (2, 5, 10, 20)]
-        jobs += [functools.partial(end_to_end, MODEL_NAMES[0], tokens, LOGNORMAL, few, extra) for extra in changes]
+        jobs += [functools.partial(end_to_end, MODEL_NAMES[0], tokens, LOGNORMAL, steps, extra) for extra in changes]
     return jobs
 
 
@@ -219,14 +213,16 @@ def tail_jobs(steps: int) -> list[Job]:
 def pool_sizes(tokens: str, corpus: str, steps: int) -> list[Row]:
     """Libra with pools of 1 to 32 sequences: one and two levels of exchange, neighbours on one node or on many."""
     rows = []
-    for size, (relays, strided) in itertools.product(POOL_SIZES, ((True, False), (False, False), (False, True))):
-        case = Case(tokens=tokens, corpus=corpus, dp=32, micro_steps=4, steps=steps, strided=strided)
-        found = case.measured(f"libra:{size}", packed.libra(size, relays=relays))
-        across = float(np.mean([step.across_bytes / step.ulysses_bytes for step in found.steps]))
-        what = "strided over nodes" if strided else "two levels" if relays else "one level"
-        rows.append(
-            case.words() | {"pool size": size, "exchange": what, "across over ulysses": across} | numbers(found, case)
-        )
+    near = Case(tokens=tokens, corpus=corpus, dp=32, micro_steps=4, steps=steps)
+    far = dataclasses.replace(near, strided=True)
+    for size in POOL_SIZES:
+        two_levels = near.measured(f"libra:{size}", packed.libra(size))
+        one_level = near.measured_in(f"libra:{size}", packed.libra(size, relays=False), [far])
+        names = ("two levels", "one level", "strided over nodes")
+        for what, found, case in zip(names, (two_levels, *one_level), (near, near, far), strict=True):
+            across = float(np.mean([step.across_bytes / step.ulysses_bytes for step in found.steps]))
+            row = {"pool size": size, "exchange": what, "across over ulysses": across}
+            rows.append(case.words() | row | numbers(found, case))
     return rows
 
 
@@ -244,12 +240,11 @@ def tiles(tokens: str, corpus: str, steps: int) -> list[Row]:
 
 
 def pool_size_jobs(steps: int) -> list[Job]:
-    few = max(steps // 4, 2)
-    return [functools.partial(pool_sizes, t, c, few) for t, c in itertools.product(TOKENS, CORPORA)]
+    return [functools.partial(pool_sizes, t, c, steps) for t, c in itertools.product(TOKENS, CORPORA)]
 
 
 def tile_jobs(steps: int) -> list[Job]:
-    return [functools.partial(tiles, t, LOGNORMAL, max(steps // 10, 2)) for t in TOKENS]
+    return [functools.partial(tiles, t, LOGNORMAL, steps) for t in TOKENS]
 
 
 # ------------------------------------------------------------------------------------- 7: exchange per rank as DP grows
@@ -352,24 +347,30 @@ def growth_jobs(steps: int) -> list[Job]:
 # ----------------------------------------------------------------------- bounded pools against a global one, by network
 
 
-def bounded(tokens: str, oversubscription: float, pod_nodes: int, steps: int) -> list[Row]:
-    """Pools of 8, 16 and all 64 sequences, all planned by this package with two levels, and DistCA's global pool."""
-    dp = 64
-    values = (("oversubscription", oversubscription), ("pod_nodes", pod_nodes))
-    case = Case(tokens=tokens, dp=dp, micro_steps=2, steps=steps, values=values)
-    rows = []
-    for name in ("libra:8", "libra:16", f"libra:{dp}", "distca"):
-        row = case.words() | numbers(case.measured(name), case)
-        rows.append(row | {"oversubscription": oversubscription, "pod nodes": pod_nodes})
-    return rows
+BOUNDED = 64
+"""Sequences side by side."""
+NETWORKS = ((1, 32), (2, 16), (4, 16), (8, 16))
+"""Oversubscription, nodes of a pod."""
+
+
+def bounded(tokens: str, name: str, steps: int) -> list[Row]:
+    """A policy on 64 sequences side by side, in networks that are oversubscribed more and more."""
+    cases = [
+        Case(tokens=tokens, dp=BOUNDED, micro_steps=2, steps=steps, values=(("oversubscription", o), ("pod_nodes", p)))
+        for o, p in NETWORKS
+    ]
+    return [
+        case.words() | numbers(found, case) | {"oversubscription": over, "pod nodes": pod}
+        for case, found, (over, pod) in zip(
+            cases, cases[0].measured_in(name, policy_named(name), cases[1:]), NETWORKS, strict=True
+        )
+    ]
 
 
 def bounded_jobs(steps: int) -> list[Job]:
-    few = max(steps // 4, 3)
-    return [
-        functools.partial(bounded, tokens, over, pod, few)
-        for tokens, (over, pod) in itertools.product(TOKENS, ((1, 32), (2, 16), (4, 16), (8, 16)))
-    ]
+    """Pools of 8, 16 and all 64 sequences, all planned by this package with two levels, and DistCA's global pool."""
+    names = ("libra:8", "libra:16", f"libra:{BOUNDED}", "distca")
+    return [functools.partial(bounded, tokens, name, steps) for tokens, name in itertools.product(TOKENS, names)]
 
 
 # ---------------------------------------------------------------------------------------------------------- sensitivity
@@ -390,7 +391,7 @@ def sensitivity_jobs(steps: int) -> list[Job]:
     jobs: list[Job] = []
     for tokens in TOKENS:
         dp = 256 // CP[tokens]
-        base = Case(tokens=tokens, dp=dp, micro_steps=128 // dp, steps=max(steps // 4, 2))
+        base = Case(tokens=tokens, dp=dp, micro_steps=128 // dp, steps=steps)
         cases = {"nothing": base}
         for name, most in (("across", 2), ("inside", 2), ("products", 1.25)):  # products cannot pass the peak
             value = base.setting().table[name].value

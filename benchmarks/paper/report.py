@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.paper import figures
+from benchmarks.paper import figures, reality
 from benchmarks.paper.base import ASSUMED, LOGNORMAL, TOKENS, WITHOUT_DELAY, WLB
 from benchmarks.paper.experiments import EXPERIMENTS
 from benchmarks.paper.figures import chosen, names_of
@@ -18,7 +18,7 @@ from libra_jax.simulate.constants import KERNELS, constants, kernel
 
 
 def write_report(folder: Path) -> list[str]:
-    """Pictures and README.md in `folder`, from the CSVs there; or the names of those that are missing."""
+    """Pictures, README.md and residuals.md in `folder`, from the CSVs there; or the names of those that are missing."""
     tables = {name: read(folder, name) for name in EXPERIMENTS}
     missing = [name for name, rows in tables.items() if not rows]
     if missing:
@@ -33,14 +33,13 @@ def write_report(folder: Path) -> list[str]:
     figures.growth(folder, tables["7_growth"])
     figures.bounded(folder, tables["7_bounded"])
     figures.sensitivity(folder, tables["sensitivity"])
-    text = "\n".join(report_text(tables)).rstrip() + "\n"
-    (folder / "README.md").write_text(text, encoding="utf-8")
+    for name, lines in (("README", report_text(tables)), ("residuals", reality.rows_text())):
+        (folder / f"{name}.md").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    reality.rows_csv(folder / "residuals.csv")
     return []
 
 
 def report_text(tables: dict[str, list[Row]]) -> list[str]:
-    from benchmarks.paper import reality
-
     return [
         *_head(tables),
         *placement(tables["1_placement"]),
@@ -64,6 +63,8 @@ def _head(tables: dict[str, list[Row]]) -> list[str]:
     rows = tables["5_end_to_end"]
     gains = {name: [row["gain"] for row in chosen(rows, policy=name)] for name in names_of(rows, "policy")}
     triton = chosen(tables["sensitivity"], changed="kernels: triton", against="ulysses-sorted")
+    slower = " and ".join(f"{row['gain']:.2f} ({row['tokens']})" for row in triton)
+    steps = {dp: min(row["steps"] for row in chosen(tables["2_scaling"], dp=dp)) for dp in (1, 128, 256)}
     networks = []
     for tokens in TOKENS:
         by = {
@@ -76,35 +77,32 @@ def _head(tables: dict[str, list[Row]]) -> list[str]:
         *say("""What a training step takes under Libra and under other systems, by the cluster model of `libra simulate`
             (docs/simulate.md), and how that compares with what the Libra paper (arXiv 2607.23250) and others have
             published."""),
-        *say("""**A model: no GPU was used.** All policies see the same sampled steps and run the same kernels,
+        *say(f"""**A model: no GPU was used.** All policies see the same sampled steps and run the same kernels,
             FlashAttention-3's published speed on H100, unless a row says otherwise. A gain is a ratio of efficiencies,
             each policy's modelled steps over the ideal split of the same documents, so that a policy that holds
             documents back is not paid for it. Made by `python -m benchmarks.paper`; every figure has its CSV beside it.
-            Numbers of Qwen3-8B rest on 20 steps (section 5) or as many as the CSV's experiment says, 5 at least but for
-            DP above 64; of the other models on 10."""),
+            Numbers rest on {steps[1]} sampled steps; on {steps[128]} at DP 128, {steps[256]} at DP 256, and section 7's
+            bytes on one micro-step."""),
         machine("numpy"),
         "",
         "## In short",
         "",
-        *say(f"""- Against plain packing with Ulysses, Libra's steps are {span(gains["ulysses"])} times as fast on
-            256 GPUs:
-            median (least to most) over three models, two lengths, three corpora.
+        *say(f"""- Against plain packing with Ulysses, Libra's steps are {span(gains["ulysses"])} times as fast on 256
+            GPUs: median (least to most) over three models, two lengths, three corpora.
             - Most of that is order. Sequences of like cost in one micro-step (`ulysses-sorted`), which needs no pools,
             leave Libra {span(gains["ulysses-sorted"])} times as fast; the more micro-steps a step has, the less.
             - Against WLB-LLM it depends on what that is: {span(gains[WITHOUT_DELAY])} without its delay queues, each
             micro-step packed by itself (`{WITHOUT_DELAY}`); {span(gains["wlb-batch-sorted"])} packed over the whole
-            batch
-            with like bins together (`wlb-batch-sorted`); {span(gains[ASSUMED])} with delay queues (`{ASSUMED}`);
-            {span(gains["wlb-batch-delay-sorted"])} with queues, the whole batch and order
-            (`wlb-batch-delay-sorted`). The
-            last is as fast as Libra, and trains on other documents at other times.
+            batch with like bins together (`wlb-batch-sorted`); {span(gains[ASSUMED])} with delay queues (`{ASSUMED}`);
+            {span(gains["wlb-batch-delay-sorted"])} with queues, the whole batch and order (`wlb-batch-delay-sorted`).
+            The last is as fast as Libra, and trains on other documents at other times.
             - Against one global pool whose exchange a second micro-batch hides entirely (`distca`) it is
             {span(gains["distca"])} times as fast: on a network without oversubscription bounded pools gain nothing in
             time over such a pool, and hiding exchange under matrix products is what Libra could learn from it. Where
             bandwidth beyond 16 nodes is a quarter, pools of 8 are {" and ".join(networks)} times as fast.
             - All this is with equal kernels. With Triton's published speed for all, gains over `ulysses-sorted` are
-            {" and ".join(f"{row['gain']:.2f} ({row['tokens']})" for row in triton)}. With FlashAttention-3 in the other
-            systems and Triton here, Libra loses at 256K: `libra simulate` says by how much."""),
+            {slower}. With FlashAttention-3 in the other systems and Triton here, Libra loses at 256K: `libra simulate`
+            says by how much."""),
     ]
 
 

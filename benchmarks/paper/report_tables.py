@@ -37,14 +37,11 @@ def placement(rows: Rows) -> list[str]:
         ),
         *say("""**Why they differ.** Where no sequence outweighs a pool the placement here is within 0.0001 of perfect,
             below the paper's 0.005 and 0.007: slots are improved pair by pair after the paper's longest-first. Where
-            one
-            sequence does, every placement is bound by that sequence and the seven lightest, and ours meets the
-            bound; the
-            rest is for larger pools, or for putting like sequences side by side, which the last column does within
-            micro-steps of 32 sequences. Wikipedia has documents of 1.8 million tokens, cut to whole windows, among very
-            short ones: one such window outweighs pools of any size here. What is "before" hangs on the corpus and on
-            how
-            many pools a step has; the paper's corpus is not public."""),
+            one sequence does, every placement is bound by that sequence and the seven lightest, and ours meets the
+            bound; the rest is for larger pools, or for putting like sequences side by side, which the last column does
+            within micro-steps of 32 sequences. Wikipedia has documents of 1.8 million tokens, cut to whole windows,
+            among very short ones: one such window outweighs pools of any size here. What is "before" hangs on the
+            corpus and on how many pools a step has; the paper's corpus is not public."""),
     ]
 
 
@@ -65,13 +62,11 @@ def scaling(rows: Rows) -> list[str]:
         *picture("2_scaling", "Throughput by DP degree"),
         "Throughput at DP 16 over the same policy's at DP 1.",
         *table(["tokens", "policy", "paper", "here, 8B, lognormal", "here, all models and corpora", "DP 256"], cells),
-        *say("""**Why they differ.** Ulysses loses what the heaviest of 16 sequences costs beyond the mean, so this
-            is the
-            corpus: the lognormal here has the paper's median and 99th percentile, and a tail of its own.
-            `libra-paper` is
-            the paper's placement and tile placer as re-implemented here; what it loses is exchange that its kernels
-            do not
-            hide. `libra` is as built here: like sequences in a micro-step, two levels of exchange."""),
+        *say("""**Why they differ.** Ulysses loses what the heaviest of 16 sequences costs beyond the mean, so this is
+            the corpus: the lognormal here has the paper's median and 99th percentile, and a tail of its own.
+            `libra-paper` is the paper's placement and tile placer as re-implemented here; what it loses is exchange
+            that its kernels do not hide. `libra` is as built here: like sequences in a micro-step, two levels of
+            exchange."""),
     ]
 
 
@@ -89,19 +84,18 @@ def micro_batches(rows: Rows) -> list[str]:
                 tokens, f"{model}, {corpus}",
                 *(f"{value[n]['max over mean']:.2f}" for n in ("ulysses", "libra-paper:8", "libra-all:8", "libra:8")),
             ])  # fmt: skip
+    sample = max(row["micro-batches"] for row in rows)
     return [
         "## 3. Micro-batches: forward time, the longest over the mean",
         "",
-        "A layer's forward pass of every sequence (Ulysses) or pool (Libra), over all micro-steps of 10 steps.",
+        f"A layer's forward pass of every sequence (Ulysses, {sample:,} of them) or pool (Libra) of all steps.",
         *table(["tokens", "", "ulysses", "libra-paper:8", "libra-all:8", "libra:8"], cells),
-        *say("""**Why they differ.** The maximum of a sample grows with the sample: here it is over 640 sequences,
-            how many
-            the paper took is not known, and its 23.1 needs a heavier tail than any but wikipedia's here. Products of
-            matrices, which are alike for all, are in these times; with attention alone the ratios are larger. Libra as
-            built (`libra:8`) makes micro-steps unlike each other on purpose: without a pipeline only what runs side by
-            side has to be alike. `libra-all:8` is for pipelines and evens out all of a step; what is left are steps
-            that
-            differ, and sequences that outweigh a pool."""),
+        *say(f"""**Why they differ.** The maximum of a sample grows with the sample: here it is over {sample:,}
+            sequences, how many the paper took is not known, and its 23.1 needs a heavier tail than any but wikipedia's
+            here. Products of matrices, which are alike for all, are in these times; with attention alone the ratios are
+            larger. Libra as built (`libra:8`) makes micro-steps unlike each other on purpose: without a pipeline only
+            what runs side by side has to be alike. `libra-all:8` is for pipelines and evens out all of a step; what is
+            left are steps that differ, and sequences that outweigh a pool."""),
     ]
 
 
@@ -122,13 +116,11 @@ def stragglers(rows: Rows) -> list[str]:
             lognormal; over what an even split of the kernels would take; the 95th percentile of that over micro-steps;
             and the mean over all models and corpora."""),
         *table(["tokens", "policy", "ms", "over even", "95% of micro-steps", "all models and corpora"], cells),
-        *say("""The paper shows Libra below Ulysses, WLB-LLM and DistCA here, in a figure whose numbers we do not
-            have. So
-            it is here against the first two without delay queues. DistCA's global pool is about as even inside, and
-            with
-            all of its exchange hidden beside a second micro-batch it is ahead where attention is light and exchange is
-            what is left. Corpora of short documents have little attention, of which latencies and exchange are a large
-            share: that is what "over even" shows for them."""),
+        *say("""The paper shows Libra below Ulysses, WLB-LLM and DistCA here, in a figure whose numbers we do not have.
+            So it is here against the first two without delay queues. DistCA's global pool is about as even inside, and
+            with all of its exchange hidden beside a second micro-batch it is ahead where attention is light and
+            exchange is what is left. Corpora of short documents have little attention, of which latencies and exchange
+            are a large share: that is what "over even" shows for them."""),
     ]
 
 
@@ -171,16 +163,14 @@ def end_to_end(rows: Rows, tail: Rows, wlb: Rows) -> list[str]:
         "Times as fast: Libra with pools of 8, as built. Median (least to most) over three models and three corpora.",
         *table(["over", *TOKENS, "mean of all"], cells),
         *say(f"""The paper: +44% over WLB-LLM on average, up to +68%. It leaves the delay queues out, as DistCA does,
-            since
-            they change what a step trains on: that is `{WITHOUT_DELAY}` here, or, if its packing sees the whole global
-            batch, `wlb-batch-shuffled`; with bins in order of cost besides, `wlb-batch-sorted`. The paper's gain lies
-            between these. The names: micro or batch is what is packed together; delay, with outlier queues; shuffled or
-            sorted, which bins share a micro-step."""),
+            since they change what a step trains on: that is `{WITHOUT_DELAY}` here, or, if its packing sees the whole
+            global batch, `wlb-batch-shuffled`; with bins in order of cost besides, `wlb-batch-sorted`. The paper's gain
+            lies between these. The names: micro or batch is what is packed together; delay, with outlier queues;
+            shuffled or sorted, which bins share a micro-step."""),
         *table(["tokens", "model", "corpus", "Libra % of ideal", "MFU %", "GiB", *short], detail),
-        *say("""GiB are the formula's, with layers that keep attention's results: Qwen3-235B at these shapes (cp 8
-            and 16)
-            does not fit 79.1 GiB. At 256K it does with cp 16 (71.9 GiB, compiled); 1M needs full recomputation as well.
-            Its rows compare policies, and are no advice."""),
+        *say("""GiB are the formula's, with layers that keep attention's results: Qwen3-235B at these shapes (cp 8 and
+            16) does not fit 79.1 GiB. At 256K it does with cp 16 (71.9 GiB, compiled); 1M needs full recomputation as
+            well. Its rows compare policies, and are no advice."""),
         *picture("5_losses", "What a step is made of"),
         "### What it hangs on",
         *picture("5_tail", "Gain by the longest document"),
@@ -257,25 +247,19 @@ def growth(rows: Rows, bounded: Rows) -> list[str]:
         "## 7. Exchange per rank while data parallelism grows",
         *picture("7_growth", "Bytes and planning time by DP degree"),
         *say("""One micro-step, 256K tokens, 8 GPUs to a sequence. libra: pools of 8. libra-global: one pool of all,
-            same
-            planner, two levels. distca: one pool of all, its greedy, a node a server. GB of the busiest rank, a layer,
-            both passes."""),
+            same planner, two levels. distca: one pool of all, its greedy, a node a server. GB of the busiest rank, a
+            layer, both passes."""),
         *table(
             ["policy", "DP", "between nodes", "all of it", "beyond pods of 32 nodes", "nodes it talks to, at most",
              "planning a pool, s", "all pools, s", "plan tables, MB a rank"],
             cells,
         ),
         *say("""**Why this differs.** Bytes are flat for Libra to DP 4,096, as the paper says. They are flat for a
-            global
-            pool as well, if its planner is any good: a sequence that is too heavy is shared among as many servers as
-            its
-            work needs, however many there are. What grows with a global pool is the share of its bytes that leaves a
-            pod
-            (all of them at DP 256), the time to plan it (each pool of 8 takes as long at DP 4,096 as at 16, and
-            hosts plan
-            their own), and the tables of a plan. DistCA's greedy as re-implemented here needs 20 s at DP 1,024; at
-            4,096
-            it would keep 34 GB of booleans, and was not run."""),
+            global pool as well, if its planner is any good: a sequence that is too heavy is shared among as many
+            servers as its work needs, however many there are. What grows with a global pool is the share of its bytes
+            that leaves a pod (all of them at DP 256), the time to plan it (each pool of 8 takes as long at DP 4,096 as
+            at 16, and hosts plan their own), and the tables of a plan. DistCA's greedy as re-implemented here needs 20
+            s at DP 1,024; at 4,096 it would keep 34 GB of booleans, and was not run."""),
         "### Bounded pools or one pool: by network",
         *picture("7_bounded", "Efficiency by oversubscription"),
         *say("""Qwen3-8B, lognormal, DP 64 (64 nodes at 256K, 128 at 1M). Steps, % of the ideal, with bandwidth beyond a

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from libra_jax.links import Links
+from libra_jax.modelled import PlanCounts
 from libra_jax.policies.sharding import Parts
 from libra_jax.spec import PoolSpec
 from libra_jax.workload import CostModel
@@ -110,6 +111,7 @@ class Group:
     of a sequence. exchange: see `Exchange`.
     executor: (P, K, nb) int32, with exchange "plan" or "ping_pong": the rank of each block. parts: with every other
     exchange, which tokens of the one sequence each rank computes, and holds.
+    counts: what that executor makes ranks do and send, where planning has worked it out (see `travel`).
     tokens: of each rank, in its linear layers; padding counts where shapes are fixed.
     planning_seconds: processor time that it took to plan.
     """
@@ -120,6 +122,7 @@ class Group:
     tokens: int
     executor: np.ndarray | None = None
     parts: Parts | None = None
+    counts: PlanCounts | None = None
     planning_seconds: float = 0.0
 
     @property

@@ -93,10 +93,11 @@ class Pools:
         seconds = group.planning_seconds + placing_seconds
         group = dataclasses.replace(group, exchange=self.exchange, planning_seconds=seconds)
         if self.room is None and group.executor is not None:
-            first_page, num_pages = pages_of(sequences, spec)
-            if travel(group.executor, first_page, num_pages, spec).lack is not None:
+            found = travel(group.executor, *pages_of(sequences, spec), spec)
+            if found.lack is not None:
                 fallback = planned_group(sequences, spec, head_parallel)
                 return dataclasses.replace(fallback, planning_seconds=group.planning_seconds)
+            return dataclasses.replace(group, counts=found.counts)
         return group
 
 

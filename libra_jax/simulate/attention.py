@@ -94,7 +94,7 @@ def _planned(
     group: Group, executor: np.ndarray, cost: CostModel, network: Network, products: tuple[float, float]
 ) -> GroupSeconds:
     spec = group.spec
-    counts = travel(executor, *pages_of(group.sequences, spec), spec).counts
+    counts = group.counts or travel(executor, *pages_of(group.sequences, spec), spec).counts
     if network.strided:
         counts = strided(counts, spec)
     moved = network.links

@@ -101,18 +101,33 @@ def outcome(
 ) -> Outcome:
     """One policy through all steps, in order. warm_up: so many at the front are planned, to fill delay queues, and not
     priced."""
-    if setting.network.strided and isinstance(policy, Pools):
+    return outcomes(name, policy, batches, [setting], warm_up)[0]
+
+
+def outcomes(
+    name: str,
+    policy: Policy,
+    batches: Sequence[Sequence[Sequence[int]]],
+    settings: Sequence[Setting],
+    warm_up: int = 0,
+) -> list[Outcome]:
+    """`outcome` in several settings of one run: each step is planned once, and priced in every one."""
+    run = settings[0].run
+    if any(setting.run != run for setting in settings):
+        raise ValueError("steps are planned for one run, and the settings have several")
+    if any(setting.network.strided for setting in settings) and isinstance(policy, Pools):
         policy = dataclasses.replace(policy, relays=False)  # relays serve ranks that share a node
-    found: list[StepResult] = []
+    found: list[list[StepResult]] = [[] for _ in settings]
     total, documents, plan = Changed(0, 0, 0, 0), 0, StepPlan([])
     for number, sequences in enumerate(batches):
-        plan = policy.step(sequences, setting.run)
+        plan = policy.step(sequences, run)
         if number < warm_up:
             continue
-        found.append(simulate_step(plan, setting))
+        for results, setting in zip(found, settings, strict=True):
+            results.append(simulate_step(plan, setting))
         total = Changed(*(a + b for a, b in zip(total, changed(plan, sequences), strict=True)))
         documents += sum(map(len, sequences))
-    return Outcome(name, tuple(found), total, documents, sum(plan.waiting))
+    return [Outcome(name, tuple(results), total, documents, sum(plan.waiting)) for results in found]
 
 
 def compare(
