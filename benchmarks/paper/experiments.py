@@ -78,7 +78,8 @@ def placement(corpus: str, tokens: str, steps: int) -> list[Row]:
             value = float((inside.max(axis=1).sum() / inside.mean(axis=1).sum()) - 1)
             found.setdefault((size, "like sequences together"), []).append(value)
     return [
-        {"corpus": corpus, "tokens": tokens, "pool size": size, "placement": name, "imbalance": float(np.mean(values))}
+        {"corpus": corpus, "tokens": tokens, "pool size": size, "placement": name, "steps": len(values)}
+        | {"imbalance": float(np.mean(values))}
         | dict(zip(("p5", "p95"), np.quantile(values, [0.05, 0.95]).tolist(), strict=True))
         for (size, name), values in found.items()
     ]
@@ -119,7 +120,7 @@ def scaling(model: str, tokens: str, corpus: str, steps: int) -> list[Row]:
 def scaling_jobs(steps: int) -> list[Job]:
     cases = [(m, t, LOGNORMAL) for m, t in itertools.product(MODEL_NAMES, TOKENS)]
     cases += [(MODEL_NAMES[0], t, c) for t, c in itertools.product(TOKENS, CORPORA[1:])]
-    return [functools.partial(scaling, *case, steps) for case in cases]
+    return [functools.partial(scaling, *case, max(steps // 2, 2)) for case in cases]
 
 
 # ------------------------------------------------------------------- 3 and 4: micro-batches, stragglers, by micro-batch
@@ -155,6 +156,7 @@ def micro_batches(model: str, tokens: str, corpus: str, steps: int) -> list[Row]
             case.words()
             | {
                 "policy": name,
+                "steps": steps,
                 "max over mean": float(np.max(forward) / np.mean(forward)),
                 "micro-batches": len(forward),
                 "straggler ms": 1e3 * float(np.mean(slowest)),
@@ -200,10 +202,11 @@ def end_to_end_jobs(steps: int) -> list[Job]:
 def tail_jobs(steps: int) -> list[Job]:
     """Where ranks meet, and how long documents are: the same comparison for Qwen3-8B."""
     jobs = []
+    few = max(steps // 2, 2)
     for tokens in TOKENS:
         changes: list[tuple[tuple[str, object], ...]] = [(("sync", "step"),)]
         changes += [(("longest", TOKENS[tokens] // part),) for part in (2, 5, 10, 20)]
-        jobs += [functools.partial(end_to_end, MODEL_NAMES[0], tokens, LOGNORMAL, steps, extra) for extra in changes]
+        jobs += [functools.partial(end_to_end, MODEL_NAMES[0], tokens, LOGNORMAL, few, extra) for extra in changes]
     return jobs
 
 
@@ -240,11 +243,12 @@ def tiles(tokens: str, corpus: str, steps: int) -> list[Row]:
 
 
 def pool_size_jobs(steps: int) -> list[Job]:
-    return [functools.partial(pool_sizes, t, c, steps) for t, c in itertools.product(TOKENS, CORPORA)]
+    few = max(steps // 2, 2)
+    return [functools.partial(pool_sizes, t, c, few) for t, c in itertools.product(TOKENS, CORPORA)]
 
 
 def tile_jobs(steps: int) -> list[Job]:
-    return [functools.partial(tiles, t, LOGNORMAL, steps) for t in TOKENS]
+    return [functools.partial(tiles, t, LOGNORMAL, max(steps // 4, 2)) for t in TOKENS]
 
 
 # ------------------------------------------------------------------------------------- 7: exchange per rank as DP grows
@@ -382,7 +386,13 @@ def sensitivity(tokens: str, name: str, case: Case) -> list[Row]:
     """Libra's gain over others with one thing changed."""
     ours = case.measured("libra:8").efficiency
     return [
-        {"tokens": tokens, "changed": name, "against": other, "gain": ours / case.measured(other).efficiency}
+        {
+            "tokens": tokens,
+            "changed": name,
+            "against": other,
+            "steps": case.steps,
+            "gain": ours / case.measured(other).efficiency,
+        }
         for other in AGAINST
     ]
 
@@ -391,7 +401,7 @@ def sensitivity_jobs(steps: int) -> list[Job]:
     jobs: list[Job] = []
     for tokens in TOKENS:
         dp = 256 // CP[tokens]
-        base = Case(tokens=tokens, dp=dp, micro_steps=128 // dp, steps=steps)
+        base = Case(tokens=tokens, dp=dp, micro_steps=128 // dp, steps=max(steps // 2, 2))
         cases = {"nothing": base}
         for name, most in (("across", 2), ("inside", 2), ("products", 1.25)):  # products cannot pass the peak
             value = base.setting().table[name].value

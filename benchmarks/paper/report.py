@@ -64,7 +64,6 @@ def _head(tables: dict[str, list[Row]]) -> list[str]:
     gains = {name: [row["gain"] for row in chosen(rows, policy=name)] for name in names_of(rows, "policy")}
     triton = chosen(tables["sensitivity"], changed="kernels: triton", against="ulysses-sorted")
     slower = " and ".join(f"{row['gain']:.2f} ({row['tokens']})" for row in triton)
-    steps = {dp: min(row["steps"] for row in chosen(tables["2_scaling"], dp=dp)) for dp in (1, 128, 256)}
     networks = []
     for tokens in TOKENS:
         by = {
@@ -81,8 +80,7 @@ def _head(tables: dict[str, list[Row]]) -> list[str]:
             FlashAttention-3's published speed on H100, unless a row says otherwise. A gain is a ratio of efficiencies,
             each policy's modelled steps over the ideal split of the same documents, so that a policy that holds
             documents back is not paid for it. Made by `python -m benchmarks.paper`; every figure has its CSV beside it.
-            Numbers rest on {steps[1]} sampled steps; on {steps[128]} at DP 128, {steps[256]} at DP 256, and section 7's
-            bytes on one micro-step."""),
+            Sampled steps behind a number: {_samples(tables)}; section 7's bytes are of one micro-step."""),
         machine("numpy"),
         "",
         "## In short",
@@ -104,6 +102,16 @@ def _head(tables: dict[str, list[Row]]) -> list[str]:
             {slower}. With FlashAttention-3 in the other systems and Triton here, Libra loses at 256K: `libra simulate`
             says by how much."""),
     ]
+
+
+def _samples(tables: dict[str, list[Row]]) -> str:
+    """How many steps the numbers of each CSV rest on: most, and where they are fewer, least."""
+    names: dict[str, list[str]] = {}
+    for name, rows in tables.items():
+        steps = {row["steps"] for row in rows if "steps" in row}
+        if steps:
+            names.setdefault(" to ".join(f"{n}" for n in sorted({max(steps), min(steps)})), []).append(name)
+    return "; ".join(f"{steps} in {', '.join(of)}" for steps, of in names.items())
 
 
 def _sensitivity(rows: Rows) -> list[str]:
