@@ -38,6 +38,7 @@ $2" ;;
         [ "$3" = --version ] || echo "$*" >>'{log}'
         case "$*" in *--python*) {has_pip} ;; esac
         if [ -e '{pip_fails}' ]; then exit 1; fi ;;
+    "tools/first_start.py "*) [ -z "$PYTHONDONTWRITEBYTECODE" ] || exit 2 ;;
     *) exit 2 ;;
 esac
 """
@@ -162,7 +163,7 @@ def test_the_python_asked_for_is_taken_or_refused(machine: Machine) -> None:
 
 def test_first_run_installs_and_second_does_nothing(machine: Machine) -> None:
     machine.add_python("python3.12")
-    first = machine.run("setup.sh")
+    first = machine.run("setup.sh", PYTHONDONTWRITEBYTECODE="1")
     assert first.returncode == 0, first.stderr
     made, requirements, package = machine.calls()
     assert made == "venv -m venv .venv"

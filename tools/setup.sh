@@ -101,6 +101,8 @@ $install --no-build-isolation --no-deps -e . || fail "this package could not be 
 for packages in .venv/lib/python3*/site-packages; do
     if [ -d "$packages" ]; then cat tools/cpu_by_default.pth >"$packages/cpu_by_default.pth"; fi
 done
+PYTHONDONTWRITEBYTECODE='' .venv/bin/python tools/first_start.py ||
+    fail "what was installed cannot be imported (Python says why above)"
 rm -f "$unfinished"
 printf '%s\n' "$inputs" >"$stamp" || fail "$stamp could not be written"
 say "Set-up is complete."
