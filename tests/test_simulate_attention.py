@@ -12,7 +12,7 @@ from libra_jax.policies.magi import Magi
 from libra_jax.policies.packed import ROOMY, Pools, Sharded, disaggregated, libra, plain_context_parallel, ulysses
 from libra_jax.simulate.attention import Network, group_seconds, local_share
 from libra_jax.simulate.constants import CURVES, KERNELS, constants, fitted, kernel
-from libra_jax.simulate.study import outcome
+from libra_jax.simulate.study import outcome, outcomes
 
 # One document of 32 tokens in blocks of 4, one head of 8, two ranks; a token's keys and values are 2 * 8 * 2 = 32 B.
 
@@ -209,6 +209,39 @@ def test_strided_pools_have_no_relays():
         group_seconds(group, far.cost, far.network)
     one_level = outcome("libra", libra(4, relays=False), [sequences], far)
     assert outcome("libra", libra(4), [sequences], far).steps[0].step == one_level.steps[0].step
+
+
+@pytest.mark.parametrize("policy", [libra(4), libra(2, relays=False), ulysses(), Magi(), disaggregated()])
+def test_steps_planned_once_cost_in_every_network_what_they_cost_alone(policy):
+    setting = base.setting_of(seq_len=128, dp=4, cp=4, micro_steps=2, wires={**base.WIRES, "ranks_per_node": 4})
+    changes = ({}, {"pod_nodes": 1, "oversubscription": 4.0}, {"pod_nodes": 2, "oversubscription": 8.0})
+    networks = [dataclasses.replace(setting.network, **change) for change in changes]
+    settings = [dataclasses.replace(setting, network=network) for network in networks]
+    rng = np.random.default_rng(3)
+    batches = [base.random_step(setting, rng) for _ in range(3)]
+    together = outcomes("all", policy, batches, settings, warm_up=1)
+    for found, each in zip(together, settings, strict=True):
+        alone = outcome("one", policy, batches, each, warm_up=1)
+        for a, b in zip(found.steps, alone.steps, strict=True):
+            assert dataclasses.replace(a, planning=0) == dataclasses.replace(b, planning=0)
+        assert (found.changed, found.documents) == (alone.changed, alone.documents)
+        assert found.documents == sum(len(sequence) for sequences in batches[1:] for sequence in sequences)
+    with pytest.raises(ValueError, match="one run"):
+        outcomes("all", policy, batches, [setting, base.setting_of(seq_len=128, dp=4, cp=4)])
+
+
+@pytest.mark.parametrize("waves", [2, 6])
+def test_what_planning_worked_out_is_what_the_plan_makes_ranks_send(waves):
+    setting = base.setting_of(seq_len=128, dp=4, cp=4, wires={**base.WIRES, "ranks_per_node": 4})
+    group = group_of(
+        libra(4, waves=waves, relays=waves > 2), setting, base.random_step(setting, np.random.default_rng(2))
+    )
+    assert group.counts is not None
+    alone = group_seconds(dataclasses.replace(group, counts=None), setting.cost, setting.network)
+    known = group_seconds(group, setting.cost, setting.network)
+    assert known.attention == alone.attention and known.across == alone.across
+    for name in ("kernels", "sent", "received"):
+        np.testing.assert_array_equal(getattr(known, name), getattr(alone, name))
 
 
 @pytest.mark.parametrize("policy", [libra(4, relays=False), ulysses(), Sharded("sequence"), Magi(), disaggregated()])
