@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -135,9 +136,16 @@ def make_case(options: Options) -> Case:
 
     Raises ValueError or OSError where things do not fit together or cannot be read.
     """
-    for name in ("steps", "rounds"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"{name} ({getattr(options, name)}) must be at least 1")
+    for name in ("steps", "rounds", "layers", "check_tokens", "gpus_per_node", "shrink"):
+        value = getattr(options, name)
+        if value is not None and not (value >= 1 and math.isfinite(value)):
+            raise ValueError(f"{name} ({value}) must be at least 1")
+    if options.seed < 0:
+        raise ValueError(f"seed ({options.seed}) must be 0 or more")
+    for name in ("json", "report"):
+        path = getattr(options, name)
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise ValueError(f"{name} ({path}) must be a file in a folder that is there")
     if not options.passes:
         raise ValueError(f"passes must name at least one of {list(report.PASSES)}")
     unknown = [name for name in options.policies if name not in PLANS]

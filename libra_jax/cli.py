@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import io
 import os
 import shlex
 import shutil
@@ -32,6 +33,10 @@ class UsageError(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
+    if sys.stderr is None:  # closed: what would be said there must not end in the output
+        sys.stderr = io.StringIO()
+    if sys.stdout is None:
+        return _complain("there is no standard output to write to", 2)
     if not args or args[0] in ("-h", "--help"):
         print(_overview())
         return 0 if args else 2

@@ -79,13 +79,23 @@ class Plan:
     stats: PlanStats
 
 
+TOLERANCE = 0.003
+"""How much more than its share a rank may have to do, by itself."""
+
+
+def check_tolerance(tolerance: float) -> None:
+    """Raises ValueError for what is no tolerance of `plan_pool`."""
+    if not (_is_number(tolerance) and 0 <= tolerance < 1e6):
+        raise ValueError(f"tolerance ({tolerance!r}) must be a number from 0 to 1e6")
+
+
 def plan_pool(
     lengths: Sequence[Sequence[int]],
     spec: PoolSpec,
     speed: Sequence[float] | np.ndarray | None = None,
     *,
     policy: Policy | None = None,
-    tolerance: float = 0.003,
+    tolerance: float = TOLERANCE,
     tries: int = 1,
     cost: CostModel | None = None,
     links: Links | None = None,
@@ -110,8 +120,7 @@ def plan_pool(
             "plan_pool takes a list of lists of lengths, a PoolSpec and a policy function, got "
             f"{type(lengths).__name__}, {type(spec).__name__} and {policy!r}"
         )
-    if not (_is_number(tolerance) and 0 <= tolerance < 1e6):
-        raise ValueError(f"tolerance ({tolerance!r}) must be a number from 0 to 1e6")
+    check_tolerance(tolerance)
     if not (isinstance(tries, numbers.Integral) and not isinstance(tries, bool) and 1 <= tries <= MOST_TRIES):
         raise ValueError(f"tries ({tries!r}) must be a whole number from 1 to {MOST_TRIES}")
     check_prices(cost, links)

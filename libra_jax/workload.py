@@ -7,6 +7,7 @@ the planner build on it. Host side: NumPy only.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -228,13 +229,16 @@ class CostModel:
 
     def __post_init__(self) -> None:
         for name, given in dataclasses.asdict(self).items():
-            value = float(given) if isinstance(given, numbers.Real) and not isinstance(given, bool) else math.nan
+            value = math.nan
+            if isinstance(given, numbers.Real) and not isinstance(given, bool):
+                with contextlib.suppress(OverflowError):  # a whole number beyond all floats
+                    value = float(given)
             if not math.isfinite(value):
                 raise ValueError(f"cost model: {name} ({given!r}) must be a finite number")
             if name.endswith("_seconds") and value < 0:
                 raise ValueError(f"cost model: {name} ({given!r}) must be 0 or more")
-            if not name.endswith("_seconds") and (value < 1 or not value.is_integer()):
-                raise ValueError(f"cost model: {name} ({given!r}) must be a whole number of at least 1")
+            if not name.endswith("_seconds") and (not 1 <= value < 2**31 or not value.is_integer()):
+                raise ValueError(f"cost model: {name} ({given!r}) must be a whole number of at least 1 and below 2**31")
             object.__setattr__(self, name, value if name.endswith("_seconds") else int(value))
 
     def scaled(self, spec: PoolSpec) -> CostModel:
@@ -301,7 +305,7 @@ class CostModel:
         with open(path, encoding="utf-8") as file:
             try:
                 content = json.load(file)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"cost model {os.fspath(path)}: not JSON ({error})") from error
         names = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(content, dict):

@@ -60,7 +60,7 @@ LAYERS: dict[str, tuple[list[str], set[str]]] = {
     ),
     "preflight": ([*HOST, *TEXT, *DEVICE, "models", "train"], {"numpy", "jax", "rich"}),
     "policies": (HOST, {"numpy"}),
-    "simulate": ([*HOST, "data", "policies", "models", "train"], {"numpy", "matplotlib", "rich"}),
+    "simulate": ([*HOST, "data", "policies", "models", "train"], {"numpy", "matplotlib", "rich", "tyro"}),
     "cli": (
         [*HOST, *TEXT, *DEVICE, "data", "plots", "inspect_corpus", "models", "train", "preflight", "simulate"],
         {"rich", "tyro"},

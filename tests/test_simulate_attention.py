@@ -226,8 +226,30 @@ def test_steps_planned_once_cost_in_every_network_what_they_cost_alone(policy):
             assert dataclasses.replace(a, planning=0) == dataclasses.replace(b, planning=0)
         assert (found.changed, found.documents) == (alone.changed, alone.documents)
         assert found.documents == sum(len(sequence) for sequences in batches[1:] for sequence in sequences)
+    with pytest.raises(ValueError, match="nothing to price"):
+        outcomes("all", policy, batches, settings, warm_up=3)
     with pytest.raises(ValueError, match="one run"):
         outcomes("all", policy, batches, [setting, base.setting_of(seq_len=128, dp=4, cp=4)])
+
+
+def test_settings_of_one_plan_are_all_strided_or_none():
+    setting = base.setting_of(seq_len=128, dp=4, cp=4, wires={**base.WIRES, "ranks_per_node": 4})
+    far = dataclasses.replace(setting, network=dataclasses.replace(setting.network, strided=True))
+    batches = [base.random_step(setting, np.random.default_rng(1))]
+    with pytest.raises(ValueError, match="must all be strided, or none"):
+        outcomes("libra", libra(4), batches, [setting, far])
+    assert len(outcomes("libra", libra(4, relays=False), batches, [setting, far])) == 2
+
+
+@pytest.mark.parametrize("documents", [[1] * 32, [7] * 4 + [1], [17, 3, 3]])
+def test_ranks_have_the_products_of_the_tokens_that_they_hold(documents):
+    """Per document, rank 0 gets what is too short for all."""
+    setting = base.setting_of(seq_len=32, cp=8)
+    group = group_of(Sharded("document"), setting, [documents])
+    held = np.zeros(8, int)
+    for rank, begin, end in zip(group.parts.rank, group.parts.begin, group.parts.end, strict=True):
+        held[rank] += end - begin
+    assert group.tokens == max(held.max(), 4)
 
 
 @pytest.mark.parametrize("waves", [2, 6])

@@ -379,7 +379,7 @@ def test_a_pipelines_end_is_the_last_event(pp, sync):
     rng = np.random.default_rng(pp)
     setting = base.setting_of(64, 3, 2, 5, model=model, pp=pp, sync=sync, gather_free=True)
     sequences = base.random_step(setting, rng)
-    plan = Sharded("document").step(sequences, setting.run)
+    plan = Sharded("sequence").step(sequences, setting.run)
     layers, ends = 8 // pp, []
     passes = np.array([
         [group_seconds(group, setting.cost, setting.network).attention for group in groups]

@@ -44,9 +44,13 @@ def main(options: Options) -> None:
     unknown = set(options.only) - set(EXPERIMENTS)
     if unknown:
         raise SystemExit(f"no experiment is called {sorted(unknown)[0]!r}; there are {', '.join(EXPERIMENTS)}")
-    if options.steps < 2:
-        raise SystemExit(f"steps ({options.steps}) must be at least 2")
-    options.folder.mkdir(parents=True, exist_ok=True)
+    for name, least in {"steps": 2, "processes": 1}.items():
+        if getattr(options, name) < least:
+            raise SystemExit(f"{name} ({getattr(options, name)}) must be at least {least}")
+    try:
+        options.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"folder ({options.folder}): {error}") from None
     console = Console()
     if not options.draw:
         context = multiprocessing.get_context("spawn")

@@ -199,6 +199,19 @@ def end_to_end_jobs(steps: int) -> list[Job]:
     ]
 
 
+def own_kernel(model: str, tokens: str, corpus: str, steps: int) -> list[Row]:
+    """Libra at Triton's speed, which is what its kernels are written in, on the steps of `end_to_end`."""
+    dp = 256 // CP[tokens]
+    case = Case(model, tokens, corpus, dp=dp, micro_steps=128 // dp, steps=steps, kernel="triton")
+    return [case.words() | numbers(case.measured("libra:8"), case)]
+
+
+def own_kernel_jobs(steps: int) -> list[Job]:
+    return [
+        functools.partial(own_kernel, m, t, c, steps) for m, t, c in itertools.product(MODEL_NAMES, TOKENS, CORPORA)
+    ]
+
+
 def tail_jobs(steps: int) -> list[Job]:
     """Where ranks meet, and how long documents are: the same comparison for Qwen3-8B."""
     jobs = []
@@ -450,6 +463,7 @@ EXPERIMENTS: dict[str, Callable[[int], list[Job]]] = {
     "2_scaling": scaling_jobs,
     "3_micro_batches": micro_batch_jobs,
     "5_end_to_end": end_to_end_jobs,
+    "5_own_kernel": own_kernel_jobs,
     "5_tail": tail_jobs,
     "5_wlb": wlb_jobs,
     "6_pool_size": pool_size_jobs,

@@ -6,6 +6,7 @@ Everything ends as one array of tokens per document, whatever it came from. NumP
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from libra_jax.workload import check_lengths
 DISTRIBUTIONS = Path(__file__).parent / "distributions"
 """Quantiles of document lengths that ship with the package; each file notes its source."""
 _ANY = int(np.iinfo(np.int64).max)
+_MOST = 2**53  # what float64 counts
 _DRAW = 100_000  # documents drawn from quantiles at a time
 _QUANTILES = ("probability", "length_tokens")
 
@@ -50,8 +52,8 @@ def read_lengths(
     path = Path(path)
     if kind not in ("auto", "text"):
         raise ValueError(f"kind ({kind!r}) must be 'auto' or 'text'")
-    if not bytes_per_token > 0:
-        raise ValueError(f"bytes_per_token ({bytes_per_token}) must be above 0")
+    if not (bytes_per_token > 0 and math.isfinite(bytes_per_token)):
+        raise ValueError(f"bytes_per_token ({bytes_per_token}) must be finite and above 0")
     if not path.exists() and not path.with_name(f"{path.name}.idx").is_file():
         raise FileNotFoundError(f"{path}: no such file or folder")
     try:
@@ -78,6 +80,8 @@ def read_lengths(
         raise ValueError(f"{path}: neither text nor numbers ({error.reason} at byte {error.start})") from error
     except (ValueError, EOFError) as error:
         raise ValueError(f"{path}: {error}") from error
+    except RecursionError:
+        raise ValueError(f"{path}: lists in lists without end, and no lengths") from None
     if lengths.size == 0:
         raise ValueError(f"{path}: it holds no document length")
     return lengths
@@ -148,6 +152,8 @@ def _from_json(content: Any, least_tokens: int, seed: int) -> Any:
     for name, column, least in (("probability", probability, 0), ("length_tokens", tokens, 1)):
         if not np.isfinite(column).all() or column.min() < least or (np.diff(column) < 0).any():
             raise ValueError(f"{name} must be finite, at least {least}, and must not fall")
+    if tokens[-1] > _MOST:
+        raise ValueError(f"length_tokens ends at {tokens[-1]:g}, and a document has at most {_MOST:,} tokens")
     if probability[-1] > 1:
         raise ValueError(f"probability ends at {probability[-1]:g}, above 1")
     random, drawn = np.random.default_rng(seed), np.zeros(0, np.int64)

@@ -21,7 +21,7 @@ import numpy as np
 from libra_jax.data.sampler import PoolSampler
 from libra_jax.links import Links
 from libra_jax.modelled import check_prices, plan_seconds
-from libra_jax.plan import Plan, PlanTables, plan_pool, stack_plans
+from libra_jax.plan import TOLERANCE, Plan, PlanTables, check_tolerance, plan_pool, stack_plans
 from libra_jax.spec import PoolSpec, spec_differences
 
 Planner = Callable[[Sequence[Sequence[int]], PoolSpec], Plan]
@@ -31,7 +31,7 @@ LEAST_SAVING = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class PoolSizes:
-    """The sizes a step chooses from, and how.
+    """The sizes a step chooses from, and how; and how pools are planned.
 
     specs: shapes of a pool for each further size, beside the sampler's own; they differ from it in pool_size, and in
         what follows from that. Empty: there is nothing to choose, and nothing is modelled.
@@ -39,18 +39,21 @@ class PoolSizes:
         attention alone.
     links: what exchanges are priced with, for plans and for the choice; None: `Links()`. Kernels are priced with the
         sampler's cost model.
+    tolerance: of every plan, see `plan_pool`.
 
-    Raises ValueError for a share that is not at least 0 and below 1.
+    Raises ValueError for a share that is not at least 0 and below 1, and for a tolerance that `plan_pool` refuses.
     """
 
     specs: tuple[PoolSpec, ...] = ()
     least_saving: float = LEAST_SAVING
     links: Links | None = None
+    tolerance: float = TOLERANCE
 
     def __post_init__(self) -> None:
         check_prices(None, self.links)
         if not 0 <= self.least_saving < 1:
             raise ValueError(f"least_saving ({self.least_saving}) must be at least 0 and below 1")
+        check_tolerance(self.tolerance)
 
     def of(self, sampler: PoolSampler) -> tuple[PoolSpec, ...]:
         """All shapes in ascending order of pool size, the sampler's own among them.
@@ -123,7 +126,7 @@ def plan_step(
     """
     specs = sizes.of(sampler)
     if planner is None:
-        planner = functools.partial(plan_pool, cost=sampler.cost, links=sizes.links)
+        planner = functools.partial(plan_pool, tolerance=sizes.tolerance, cost=sampler.cost, links=sizes.links)
     modelled: dict[int, float] = {}
 
     def planned(slots: np.ndarray, spec: PoolSpec) -> list[list[Plan]]:

@@ -18,7 +18,7 @@ from libra_jax.links import Links
 from libra_jax.modelled import PlanCounts
 from libra_jax.policies.sharding import Parts
 from libra_jax.spec import PoolSpec
-from libra_jax.workload import CostModel
+from libra_jax.workload import CostModel, check_lengths
 
 Sequences = Sequence[Sequence[int]]
 """Document lengths of packed sequences, in tokens."""
@@ -186,5 +186,4 @@ def check_step(sequences: Sequences, run: RunShape) -> None:
             f"{len(sequences)}"
         )
     for number, sequence in enumerate(sequences):
-        if sum(sequence) > run.seq_len:
-            raise ValueError(f"sequence {number} has {sum(sequence)} tokens, more than seq_len ({run.seq_len})")
+        check_lengths(sequence, run.seq_len, number)

@@ -61,9 +61,9 @@ POLICIES: dict[str, Known] = {
     ),
     "ulysses-sorted": Known(
         lambda: packed.ulysses("pools"),
-        "the same, with sequences of like cost in a micro-step",
+        "as ulysses, with sequences of like cost in a micro-step",
         "ours, to tell the order's part in Libra from the pools'",
-        "as ulysses",
+        "with more ranks than kv heads a head's pages are sent to several ranks",
     ),
     "context-parallel": Known(
         packed.plain_context_parallel,
@@ -79,9 +79,9 @@ POLICIES: dict[str, Known] = {
     ),
     "per-document": Known(
         lambda: packed.Sharded("document"),
-        "the same chunks of every document",
+        "chunks c and 2C - 1 - c of every document on rank c; all keys and values gathered",
         "WLB-LLM, arXiv 2503.17924",
-        "as zigzag",
+        "nothing runs beside the gather",
     ),
     "magi": Known(
         Magi,
@@ -104,7 +104,7 @@ POLICIES: dict[str, Known] = {
     ),
     "distca-ranks": Known(
         lambda: packed.disaggregated(server_ranks=1),
-        "the same with each rank as a server",
+        "one pool of all sequences side by side, each rank as a server; its greedy by deficit",
         "DistCA, arXiv 2510.18121, and its published planner",
         "not how it is run: its servers are nodes",
         pools=True,
@@ -132,7 +132,7 @@ SIZED: dict[str, tuple[Callable[[int], Policy], str, str, str]] = {
     ),
     "libra-all": (
         lambda size: packed.libra(size, order="all"),
-        "the same with all pools of a step even, as pipelines want them",
+        "as libra, with all pools of a step even, as pipelines want them",
         "this package",
         "plans are the first that plan_pool tries",
     ),

@@ -18,6 +18,7 @@ from libra_jax.assignments import Policy as Assignment
 from libra_jax.assignments import at_home, head_parallel
 from libra_jax.links import Links
 from libra_jax.placement import place
+from libra_jax.plan import TOLERANCE
 from libra_jax.planner import pooled
 from libra_jax.policies import sharding
 from libra_jax.policies.base import Exchange, Group, RunShape, Sequences, StepPlan, check_step
@@ -134,7 +135,8 @@ class Sharded:
             parts = sharding.by_sequence(sequence, spec.cp, spec.seq_len)
         else:
             parts = sharding.by_document(sequence, spec.cp)
-        return Group((tuple(sequence),), spec, self.exchange, spec.tokens_per_rank, parts=parts)
+        tokens = max(spec.tokens_per_rank, int(sharding.held(parts, spec.cp).max()))  # rank 0 has what has few tokens
+        return Group((tuple(sequence),), spec, self.exchange, tokens, parts=parts)
 
 
 def ulysses(order: Order = None) -> Pools:
@@ -171,7 +173,7 @@ def libra_of_the_paper(pool_size: int = 8, cap: float = 1.02) -> Pools:
 
 
 def libra(
-    pool_size: int = 8, *, order: Order = "pools", tolerance: float = 0.003, waves: int = 6, relays: bool = True
+    pool_size: int = 8, *, order: Order = "pools", tolerance: float = TOLERANCE, waves: int = 6, relays: bool = True
 ) -> Pools:
     """Libra as it is built here: what `plan_pool` tries first, with the room that a spec has."""
     assignment = functools.partial(pooled, raised=tolerance)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from libra_jax.data.packing import cut
+from libra_jax.plan import TOLERANCE
 from libra_jax.policies.base import RunShape
 from libra_jax.policies.names import known
 from libra_jax.policies.packed import Order, libra
@@ -33,7 +34,8 @@ ALTERNATIVES = ("ulysses-sorted", "context-parallel", "per-document")
 
 @dataclasses.dataclass(frozen=True)
 class Tried:
-    """A setting, and the share of the ideal that its steps reach; None: it does not fit in memory."""
+    """A setting, and the share of the ideal that its steps reach; None: it does not fit in memory. relays: pages cross
+    nodes once: two levels of exchange."""
 
     pool_size: int
     cp: int
@@ -42,15 +44,22 @@ class Tried:
     waves: int
     efficiency: float | None
     memory: float
+    relays: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
 class Recommendation:
-    """best: what to use. reason: why, in a sentence. tried: everything that was looked at, the asked one first."""
+    """best: what to use. reason: why, in a sentence. flags: of `libra train`, for all of it. tried: everything that was
+    looked at, the asked one first. plain: the fastest policy without pools on as many GPUs, plain_cp: with this cp;
+    gain: how many times as fast Libra is with the best settings, or None where nothing fits."""
 
     best: Tried
     reason: str
+    flags: str
     tried: tuple[Tried, ...]
+    plain: str
+    plain_cp: int
+    gain: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,22 +95,24 @@ def verdict(outcomes: Sequence[Outcome], ours: str, room: float = math.inf) -> V
     plain = [each for each in outcomes if is_plain(each.policy)]
     if not plain:
         raise ValueError("a verdict needs a policy, beside Libra, that keeps every step's documents and pools nothing")
-    best = max([each for each in plain if each.memory <= room] or plain, key=lambda each: each.efficiency)
+    best = fastest(plain, room)
     gain = mine.efficiency / best.efficiency
     pays = gain >= 1 + WORTH and mine.memory <= room
     against = f"with {best.policy}, the best without pools"
     if pays:
-        sentence = f"Libra pays here, with equal kernels: steps are {gain:.2f} times as fast as {against}"
+        sentence = f"Libra pays here, with equal kernels: steps of {ours} are {gain:.2f} times as fast as {against}"
     elif mine.memory > room:
         sentence = f"Libra does not pay here: its fullest rank needs {mine.memory:.0f} GiB, and there are {room:g}"
     else:
-        only = "only " if gain >= 1 else ""
-        sentence = (
-            f"Libra does not pay here: with equal kernels its steps are {only}{gain:.3f} times as fast as {against}, "
-            f"and less than {WORTH:.0%} more counts as nothing"
-        )
+        how = f"{1 - gain:.1%} slower"
+        if gain >= 1:
+            how = f"{gain - 1:.1%} faster (under {WORTH:.0%} counts as nothing)"
+        sentence = f"Libra does not pay here: with equal kernels steps of {ours} are {how} than {against}"
     notes = []
     for each in outcomes:
+        if not each.efficiency:
+            notes.append(f"{each.policy} holds back all documents of these steps")
+            continue
         ratio = f"{mine.efficiency / each.efficiency:.2f} times as fast as"
         if each.policy == "ulysses" and each is not best:
             notes.append(f"{ratio} plain packing with Ulysses")
@@ -109,6 +120,11 @@ def verdict(outcomes: Sequence[Outcome], ours: str, room: float = math.inf) -> V
             why = "one pool of all sequences" if known(each.policy).keeps else "which packs documents anew"
             notes.append(f"{ratio} {each.policy}, {why}")
     return Verdict(pays, best.policy, gain, "; ".join([sentence, *notes]) + ".")
+
+
+def fastest(outcomes: Sequence[Outcome], room: float = math.inf) -> Outcome:
+    """The one with the fastest steps, of those that fit where any does."""
+    return max([each for each in outcomes if each.memory <= room] or outcomes, key=lambda each: each.efficiency)
 
 
 def as_built(pool_size: int, pp: int) -> str:
@@ -136,37 +152,88 @@ def with_own_kernels(batches: Batches, setting: Setting, ours: str, others: Sequ
 
 
 def recommend(
-    batches: Batches, setting: Setting, pool_size: int, progress: Callable[[str], None] | None = None
+    batches: Batches,
+    setting: Setting,
+    pool_size: int,
+    others: Sequence[str] = ALTERNATIVES,
+    progress: Callable[[str], None] | None = None,
 ) -> Recommendation:
-    """Looks for the settings with the fastest steps on this many GPUs: pool size, then cp, tolerance and waves, one
-    after the other from the asked ones. Of settings within half a percent, the smaller pool, the asked cp, the larger
-    tolerance and the fewer waves."""
+    """Looks for the settings with the fastest steps on this many GPUs: pool size, then cp, tolerance, waves, and levels
+    of exchange, one after the other from the asked ones. Of settings within half a percent, the smaller pool, the asked
+    cp, the larger tolerance, the fewer waves, and two levels. others: policies; the plain ones of them are tried with
+    the same cps, so that what is recommended is compared with the best there is without Libra."""
     order: Order = "all" if setting.pp > 1 else "pools"
-    tried: dict[tuple[int, int, float, int], Tried] = {}
+    tried: dict[tuple[int, int, float, int, bool], Tried] = {}
 
-    def attempt(pool: int, cp: int, tolerance: float, waves: int) -> Tried:
-        key = pool, cp, tolerance, waves
+    def attempt(pool: int, cp: int, tolerance: float, waves: int, relays: bool = True) -> Tried:
+        key = pool, cp, tolerance, waves, relays
         if key not in tried:
             if progress is not None:
-                progress(f"pool {pool}, cp {cp}, tolerance {tolerance:g}, waves {waves}")
+                progress(f"pool {pool}, cp {cp}, tolerance {tolerance:g}, waves {waves}, relays {relays}")
             run = _reshaped(setting.run, cp)
             here = dataclasses.replace(setting, run=run)
-            policy = libra(pool, order=order, tolerance=tolerance, waves=waves)
+            policy = libra(pool, order=order, tolerance=tolerance, waves=waves, relays=relays)
             found = outcome("libra", policy, batches, here)
-            fits = found.memory <= setting.table["memory"].value
-            tried[key] = Tried(pool, cp, run.dp, tolerance, waves, found.efficiency if fits else None, found.memory)
+            efficiency = found.efficiency if found.memory <= setting.table["memory"].value else None
+            two_levels = relays and run.spec(pool, relays=True).ranks_per_node is not None
+            tried[key] = Tried(pool, cp, run.dp, tolerance, waves, efficiency, found.memory, two_levels)
         return tried[key]
 
-    cp, tolerance, waves = setting.run.cp, 0.003, 6
+    cp, tolerance, waves = setting.run.cp, TOLERANCE, 6
     asked = attempt(pool_size, cp, tolerance, waves)
     sizes_of_pools = sorted({*POOLS, pool_size})
     pools = [attempt(pool, cp, tolerance, waves) for pool in sizes_of_pools if setting.run.dp % pool == 0]
     best = _first_good(pools)
     sizes = [best, *(attempt(best.pool_size, c, tolerance, waves) for c in _cps(setting.run, best.pool_size))]
-    best = _first_good(sizes)
+    best = by_size = _first_good(sizes)
     best = _first_good([attempt(best.pool_size, best.cp, each, waves) for each in sorted(TOLERANCES, reverse=True)])
-    best = _first_good([attempt(best.pool_size, best.cp, best.tolerance, each) for each in WAVES])
-    return Recommendation(best, _reason(best, pools, sizes, asked, setting), tuple(tried.values()))
+    by_tolerance = best
+    best = by_waves = _first_good([attempt(best.pool_size, best.cp, best.tolerance, each) for each in WAVES])
+    if best.relays:
+        best = _first_good([best, attempt(best.pool_size, best.cp, best.tolerance, best.waves, False)])
+    changes = [
+        (f"tolerance {tolerance:g}", by_size, by_tolerance),
+        (f"{waves} waves", by_tolerance, by_waves),
+        ("two levels of exchange", by_waves, best),
+    ]
+    plain, plain_cp, efficiency = _best_plain(batches, setting, others, sorted({each.cp for each in sizes}))
+    gain = None if best.efficiency is None else best.efficiency / efficiency
+    reason = _reason(best, pools, sizes, asked, setting, changes)
+    return Recommendation(best, reason, flags(best, setting), tuple(tried.values()), plain, plain_cp, gain)
+
+
+def _best_plain(
+    batches: Batches, setting: Setting, others: Sequence[str], cps: Sequence[int]
+) -> tuple[str, int, float]:
+    """The plain policy and cp with the fastest steps, of those that fit where any does, and its efficiency."""
+    found: list[tuple[bool, float, str, int]] = []
+    for cp, name in itertools.product(cps, filter(is_plain, others)):
+        here = dataclasses.replace(setting, run=_reshaped(setting.run, cp))
+        try:
+            each = next(compare([name], batches, here))
+        except ValueError:  # it has no answer for that cp
+            continue
+        found.append((each.memory <= setting.table["memory"].value, each.efficiency, name, cp))
+    _, efficiency, name, cp = max(found)
+    return name, cp, efficiency
+
+
+def flags(tried: Tried, setting: Setting) -> str:
+    """What `libra train` takes to run a setting that was tried."""
+    run = _reshaped(setting.run, tried.cp)
+    values = {
+        "seq-len": run.seq_len,
+        "micro-steps": run.micro_steps,
+        "mesh.pools": run.dp // tried.pool_size,
+        "mesh.pool-size": tried.pool_size,
+        "mesh.cp": tried.cp,
+        "mesh.pp": setting.pp,
+        "attention.waves": tried.waves,
+        "attention.tolerance": f"{tried.tolerance:g}",
+    }
+    if tried.relays:
+        values["attention.ranks-per-node"] = setting.network.links.ranks_per_node
+    return " ".join(f"--{name} {value}" for name, value in values.items())
 
 
 def _reshaped(run: RunShape, cp: int) -> RunShape:
@@ -195,8 +262,16 @@ def _first_good(candidates: Sequence[Tried]) -> Tried:
     return next(each for each in fit if (each.efficiency or 0.0) >= 0.995 * most)
 
 
-def _reason(best: Tried, pools: Sequence[Tried], sizes: Sequence[Tried], asked: Tried, setting: Setting) -> str:
-    """pools: with the asked cp. sizes: with each cp, that one first. Only what differs in one thing is compared."""
+def _reason(
+    best: Tried,
+    pools: Sequence[Tried],
+    sizes: Sequence[Tried],
+    asked: Tried,
+    setting: Setting,
+    changes: Sequence[tuple[str, Tried, Tried]] = (),
+) -> str:
+    """pools: with the asked cp. sizes: with each cp, that one first. changes: what was given up, with it and without.
+    Only what differs in one thing is compared."""
     if best.efficiency is None:
         return (
             f"nothing that was tried fits in {setting.table['memory'].value:g} GiB: the least needs {best.memory:.0f}"
@@ -215,10 +290,11 @@ def _reason(best: Tried, pools: Sequence[Tried], sizes: Sequence[Tried], asked: 
         if each.cp != best.cp:
             what = f"needs {each.memory:.0f} GiB" if each.efficiency is None else f"is {_slower(each, size)}"
             parts.append(f"cp {each.cp} {what}")
+    parts += [f"{what} {'is' if 'tolerance' in what else 'are'} {_slower(a, b)}" for what, a, b in changes if a != b]
     if asked.efficiency is None:
         parts.append(f"what was asked for needs {asked.memory:.0f} GiB")
     elif asked != best:
-        parts.append(f"what was asked for is {_slower(asked, best)}")
+        parts.append(f"all together, what was asked for is {_slower(asked, best)}")
     return "; ".join(parts) or "there is nothing else to choose from"
 
 

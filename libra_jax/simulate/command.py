@@ -8,13 +8,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from rich.console import Console
+from tyro.conf import UseAppendAction
 
 from libra_jax.data.lengths import find_lengths, read_lengths
 from libra_jax.data.packing import cut
@@ -26,7 +28,15 @@ from libra_jax.simulate.constants import changed, constants, kernel
 from libra_jax.simulate.plot import steps_png
 from libra_jax.simulate.step import Setting, heaviest_over_mean
 from libra_jax.simulate.study import Outcome, compare, sample_steps, spread
-from libra_jax.simulate.tables import changed_sentence, constants_table, losses_table, numbers_table, policies_table
+from libra_jax.simulate.tables import (
+    changed_sentence,
+    constants_table,
+    kernels_table,
+    losses_table,
+    numbers_table,
+    policies_table,
+    settings_sentence,
+)
 
 MODELS: dict[str, Qwen3Config] = {
     "qwen3-0.6b": QWEN3_0_6B,
@@ -36,6 +46,8 @@ MODELS: dict[str, Qwen3Config] = {
 }
 WARM_UP = 12
 """Steps for which policies that hold documents back fill their queues, before the first that is priced."""
+PERCENTILES = 20
+"""Steps from which on percentiles are shown."""
 MOST_DOCUMENTS = 100_000_000
 """That are sampled at most."""
 
@@ -83,8 +95,8 @@ class SimulateOptions:
     """Neighbouring ranks share a node, or a sequence's ranks lie on different ones (data parallelism innermost)."""
     longest: int | None = None
     """Cut documents to this many tokens; None: to a sequence."""
-    set: tuple[str, ...] = ()
-    """Constants to change, as NAME=VALUE; --constants shows them."""
+    set: Annotated[tuple[str, ...], UseAppendAction] = ()
+    """A constant to change, as NAME=VALUE; may come several times. --constants shows them."""
     seed: int = 0
     """Which documents come in which order."""
     quick: bool = False
@@ -110,59 +122,65 @@ def run(options: SimulateOptions) -> int:
     setting, kernel_source = setting_of(options)
     if options.constants:
         console.print(constants_table(setting.table))
+        console.print(kernels_table(setting.table))
         console.print(f"kernels: {kernel_source}")
+        console.print(settings_sentence())
         return 0
-    policies, ours = _policies(options)
-    if options.plot is not None and (options.plot.suffix != ".png" or not options.plot.absolute().parent.is_dir()):
-        raise ValueError(f"plot ({options.plot}) must be a .png file in a folder that is there")
-    if options.steps < 20:
-        print(f"{options.steps} steps: percentiles of fewer than 20 say little", file=sys.stderr)
+    policies, pooled = _policies(options)
+    plot = options.plot
+    if plot is not None and (plot.suffix != ".png" or not plot.absolute().parent.is_dir() or plot.is_dir()):
+        raise ValueError(f"plot ({plot}) must be a .png file in a folder that is there")
+    if plot is not None and not os.access(plot if plot.exists() else plot.absolute().parent, os.W_OK):
+        raise ValueError(f"plot ({plot}) cannot be written")
+    if options.steps < PERCENTILES:
+        print(f"{options.steps} steps: percentiles of fewer than {PERCENTILES} are not shown", file=sys.stderr)
     batches, lengths = _sampled(options, setting.run)
     say = _progress()
     outcomes = list(compare(policies, batches, setting, WARM_UP, say))
     measured = batches[WARM_UP:]
     verdict = recommendation = own = None
     points: list[advice.BreakEven] = []
-    if ours is not None:
+    if pooled:
+        room = setting.table["memory"].value
+        ours = advice.fastest([each for each in outcomes if each.policy in pooled], room).policy
         size = names.pool_size(ours, setting.run.dp)
-        verdict = advice.verdict(outcomes, ours, setting.table["memory"].value)
+        verdict = advice.verdict(outcomes, ours, room)
         if options.kernel == "triton" and options.gpus != "B200":  # FlashAttention-3 is for Hopper
             own = advice.with_own_kernels(measured[:3], setting, ours, policies)
         if not options.quick:
-            recommendation = advice.recommend(measured[:2], setting, size, say)
-            points = advice.break_even(lengths, setting, policies, size, 2, options.seed, say)
+            recommendation = advice.recommend(measured[:2], setting, size, policies, say)
+            if min(each.memory for each in outcomes) <= room:
+                points = advice.break_even(lengths, setting, policies, size, 2, options.seed, say)
     say("")
     title = f"{options.model}, {options.seq_len:,} tokens, {options.lengths}, {setting.gpus} {options.gpus}"
-    if options.plot is not None:
-        steps_png(options.plot, f"{title}: modelled step over the ideal", outcomes, points)
-        print(f"picture: {options.plot}", file=sys.stderr)
     if options.json:
         print(
             json.dumps(
-                _content(options, setting, kernel_source, outcomes, verdict, own, recommendation, points), indent=1
+                _content(options, setting, kernel_source, outcomes, verdict, own, recommendation, points),
+                indent=1,
+                allow_nan=False,
             )
         )
-        return 0
-    _show(console, title, setting, kernel_source, outcomes, measured, options)
-    if verdict is not None:
-        console.print(f"\n[bold]{verdict.sentence}[/bold]")
+    else:
+        _show(console, title, setting, kernel_source, outcomes, measured, options)
+        said = [] if verdict is None else [f"\n[bold]{verdict.sentence}[/bold]"]
         if own is not None:
-            console.print(own_kernels_sentence(*own))
-    if recommendation is not None:
-        best, run = recommendation.best, setting.run
-        console.print(
-            f"Recommended, from two steps: pool {best.pool_size}, cp {best.cp} (dp {best.dp}, micro-steps "
-            f"{run.sequences // best.dp}), tolerance {best.tolerance:g}, waves {best.waves}: {recommendation.reason}. "
-            f"In a config: --mesh.pools {best.dp // best.pool_size} --mesh.pool-size {best.pool_size} "
-            f"--mesh.cp {best.cp} --attention.waves {best.waves}; the tolerance is plan_pool's."
-        )
-    if points:
-        console.print(advice.break_even_sentence(points))
+            said.append(f"[bold]{own_kernels_sentence(*own, steps=len(measured[:3]))}[/bold]")
+        if recommendation is not None:
+            said.append(recommended_sentence(recommendation, len(measured[:2])))
+        if points:
+            said.append(advice.break_even_sentence(points))
+        for each in said:
+            console.print(each)
+    if plot is not None:  # last: whatever becomes of it, the rest is said
+        steps_png(plot, f"{title}: modelled step over the ideal", outcomes, points)
+        print(f"picture: {plot}", file=sys.stderr)
     return 0
 
 
-def _policies(options: SimulateOptions) -> tuple[list[str], str | None]:
-    """Names to compare, and the one that the verdict is about. Where there is one, with all `advice.ALTERNATIVES`."""
+def _policies(options: SimulateOptions) -> tuple[list[str], list[str]]:
+    """Names to compare, and those of Libra as built: the verdict is about the fastest of these. Where there are some,
+    with all `advice.ALTERNATIVES`."""
     if options.pool < 1:
         raise ValueError(f"pool ({options.pool}) must be at least 1")
     policies = list(dict.fromkeys(_named(name, options) for name in options.policies))
@@ -170,12 +188,18 @@ def _policies(options: SimulateOptions) -> tuple[list[str], str | None]:
         raise ValueError("policies must name one at least; --list-policies says what there is")
     for name in policies:
         names.known(name)
-    ours = next((name for name in policies if name.startswith(("libra:", "libra-all:"))), None)
-    if ours is None:
+        size = names.pool_size(name, options.dp)
+        if options.dp % size:
+            raise ValueError(f"{name}: pool_size ({size}) must divide dp ({options.dp})")
+        if name == "dynamic-cp" and (options.pp > 1 or options.sync == "step"):
+            what = f"pp ({options.pp}) must be 1" if options.pp > 1 else 'sync="step" has no meaning'
+            raise ValueError(f"{name}: {what}, because micro-steps must have the same groups of ranks, and its change")
+    pooled = [name for name in policies if name.startswith(("libra:", "libra-all:"))]
+    if not pooled:
         print("no verdict: it is about libra, which is not among the policies", file=sys.stderr)
-        return policies, None
+        return policies, []
     missing = [name for name in advice.ALTERNATIVES if name not in policies]
-    return [*missing, *policies], ours
+    return [*missing, *policies], pooled
 
 
 def _named(name: str, options: SimulateOptions) -> str:
@@ -185,12 +209,30 @@ def _named(name: str, options: SimulateOptions) -> str:
     return f"{name}:{options.pool}" if name in names.SIZED else name
 
 
-def own_kernels_sentence(other: str, ratio: float) -> str:
-    """All policies were priced with one kernel; what if each had its own?"""
-    fast = "about as fast" if abs(ratio - 1) < 0.005 else f"{ratio:.2f} times as fast"
+def own_kernels_sentence(other: str, ratio: float, *, steps: int) -> str:
+    """All policies were priced with one kernel; what if each had the one that it has today?"""
+    kernels = f"with the kernels that each has today, Triton here and FlashAttention-3 with {other}"
+    so = f"from {steps} step{'s' if steps > 1 else ''}; Triton's forward speed is published, its backward assumed"
+    if ratio >= 1 + advice.WORTH:
+        return f"W{kernels[1:]}, Libra's steps are {ratio:.2f} times as fast ({so})."
+    return f"Libra does not pay {kernels}: its steps are {ratio:.2f} times as fast ({so})."
+
+
+def recommended_sentence(found: advice.Recommendation, steps: int) -> str:
+    """Settings, why, how they compare with the best without Libra, and how to use them."""
+    best = found.best
+    so = f"from {steps} step{'s' if steps > 1 else ''}"
+    if found.gain is None:
+        return f"Nothing is recommended, {so}: {found.reason}."
+    against = f"{found.plain} with cp {found.plain_cp}, the best without pools on as many GPUs"
+    if found.gain >= 1 + advice.WORTH:
+        gain = f"Its steps are {found.gain:.2f} times as fast as with {against}."
+    else:
+        gain = f"Even so Libra does not pay: its steps are {found.gain:.3f} times as fast as with {against}."
     return (
-        f"That is with the same kernels everywhere. On Triton's published speed, against {other} on FlashAttention-3, "
-        f"Libra's steps are {fast}{': slower' if ratio < 0.995 else ''} (from three steps)."
+        f"Recommended for Libra, {so}: pool {best.pool_size}, cp {best.cp}, tolerance {best.tolerance:g}, waves "
+        f"{best.waves}, {'two levels' if best.relays else 'one level'} of exchange: {found.reason}. {gain} "
+        f"libra train CONFIG {found.flags}"
     )
 
 
@@ -226,6 +268,9 @@ def _values(words: Sequence[str]) -> dict[str, float]:
 
 def _sampled(options: SimulateOptions, run: RunShape) -> tuple[list[list[list[int]]], Any]:
     steps = options.steps + WARM_UP  # the same steps, whether or not a policy holds documents back
+    longest = run.seq_len if options.longest is None else options.longest
+    if longest < 1:
+        raise ValueError(f"longest ({longest}) must be at least 1")
     path = find_lengths(options.lengths)
     wanted = int(1.02 * steps * run.sequences * run.seq_len)
     lengths = read_lengths(path, bytes_per_token=options.bytes_per_token, least_tokens=wanted, seed=options.seed)
@@ -234,13 +279,15 @@ def _sampled(options: SimulateOptions, run: RunShape) -> tuple[list[list[list[in
     long = int((lengths > run.seq_len).sum())
     if long:
         print(f"{long:,} of {len(lengths):,} documents are longer than a sequence and are cut", file=sys.stderr)
-    longest = run.seq_len if options.longest is None else options.longest
-    if longest < 1:
-        raise ValueError(f"longest ({longest}) must be at least 1")
+    pieces = longest < run.seq_len and int((-(-lengths // longest)).astype(np.float64).sum())
+    if pieces > MOST_DOCUMENTS:
+        raise ValueError(
+            f"cut to {longest:,} tokens these documents are {pieces:,}, and {MOST_DOCUMENTS:,} at most are sampled"
+        )
     if longest < run.seq_len:
         lengths = cut(lengths, longest).length
     if lengths.sum() < wanted:  # a real corpus that is too small: its documents again, in another order
-        times = int(-(-wanted // lengths.sum()))
+        times = -(-wanted // int(lengths.sum()))
         if times * len(lengths) > MOST_DOCUMENTS:
             raise ValueError(
                 f"{steps} steps need {wanted:,} tokens, {times * len(lengths):,} documents of this corpus, and "
@@ -279,11 +326,14 @@ def _show(
         nodes, where = -(-pool // node) * run.cp, "a sequence's ranks on different nodes"
     console.print(f"a pool of {pool}: {pool * run.cp} GPUs on {nodes} node{'s' if nodes > 1 else ''}, {where}\n")
     console.print(numbers_table(outcomes, setting, "Means over steps", lambda spread: spread[0]))
-    console.print(numbers_table(outcomes, setting, "5th percentile", lambda spread: spread[1]))
-    console.print(numbers_table(outcomes, setting, "95th percentile", lambda spread: spread[2]))
+    if options.steps >= PERCENTILES:
+        console.print(numbers_table(outcomes, setting, "5th percentile", lambda spread: spread[1]))
+        console.print(numbers_table(outcomes, setting, "95th percentile", lambda spread: spread[2]))
     console.print(
-        "tokens/s/GPU, MFU: means of all steps together. pools, ranks, micro-steps: the slowest over the mean. bytes: "
-        "the busiest rank's over those of a full sequence by Ulysses, and what of them goes across nodes."
+        "tok/s/GPU, MFU: of all steps together. pools, ranks, micro-steps: the slowest over the mean; libra's "
+        "micro-steps are unlike on purpose. bytes: the busiest rank's over one all-to-all of a full sequence's q, k, "
+        "v and outputs, and across: what of them crosses nodes. GiB: the fullest rank in any step. “Times as fast” below "
+        "is one policy's ideal % over the other's: steps of policies that move documents are of unlike size."
     )
     console.print(losses_table(outcomes))
     heaviest, low, high = spread([heaviest_over_mean(sequences) for sequences in measured])
@@ -302,6 +352,10 @@ def _show(
     for each in outcomes:
         if any(each.changed):
             console.print(changed_sentence(each))
+
+
+def _own(other: str, gain: float) -> dict[str, Any]:
+    return {"best_other": other, "gain": gain, "pays": gain >= 1 + advice.WORTH}
 
 
 def _content(
@@ -331,9 +385,7 @@ def _content(
             }
             for each in outcomes
         ],
-        "verdict": None
-        if verdict is None
-        else dataclasses.asdict(verdict) | {"with_own_kernels": own and {"best_other": own[0], "gain": own[1]}},
+        "verdict": None if verdict is None else dataclasses.asdict(verdict) | {"with_own_kernels": own and _own(*own)},
         "recommendation": None if recommendation is None else dataclasses.asdict(recommendation),
         "break_even": None
         if not points

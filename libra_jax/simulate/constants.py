@@ -158,13 +158,35 @@ def kernel(name: str, table: Constants) -> tuple[CostModel, str]:
         return CostModel.load(Path(name)), f"measured: {name}"
     model = CostModel() if name == "triton" else fitted(CURVES[name])
     source = (
-        "published TFLOP/s of Triton in the FlashAttention-3 comparison" if name == "triton" else CURVES[name].source
+        "Triton's published forward speed (FlashAttention-3's comparison); backward assumed: FA3's, as much slower"
+        if name == "triton"
+        else CURVES[name].source
     )
     ratio = _OF["H100"][0].value / table["peak"].value
     if abs(ratio - 1) > 0.01:
         source += f", scaled by peak FLOP/s ({1 / ratio:.2f} times an H100's): not measured on this GPU"
     fields = ("page_seconds", "block_seconds", "backward_page_seconds", "backward_block_seconds")
     return dataclasses.replace(model, **{name: getattr(model, name) * ratio for name in fields}), source
+
+
+def kernel_rows(table: Constants) -> list[list[str]]:
+    """Of each kernel: its name; TFLOP/s on whole pages, forward and backward; what a block of queries costs besides, in
+    pages, forward and backward; microseconds of a launch; source."""
+    rows = []
+    for name in KERNELS:
+        model, source = kernel(name, table)
+        flops = 4 * model.block**2 * model.head_dim * model.group / 1e12
+        rows.append([
+            name, f"{flops / model.page_seconds:.0f}", f"{2.5 * flops / model.backward_page_seconds:.0f}",
+            f"{model.block_seconds / model.page_seconds:.2f}",
+            f"{model.backward_block_seconds / model.backward_page_seconds:.2f}", f"{1e6 * model.launch_seconds:.0f}",
+            source,
+        ])  # fmt: skip
+    return rows
+
+
+KERNEL_COLUMNS = ("kernel", "forward", "backward", "block, forward", "block, backward", "launch, us", "source")
+"""Of `kernel_rows`."""
 
 
 def fitted(curve: Curve) -> CostModel:

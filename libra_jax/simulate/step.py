@@ -144,6 +144,11 @@ def simulate_step(plan: StepPlan, setting: Setting) -> StepResult:
     tokens = sum(map(sum, documents))
     forward = np.array([max((each.attention[0] for each in groups), default=0.0) for groups in found])
     run, row = setting.run, setting.run.spec(1)
+    memory = memory_gib(plan, setting)
+    if not np.isfinite([*values, memory]).all():
+        raise ValueError(
+            f"a step of {values[-1]:g} s and {memory:g} GiB is no result: a constant or a kernel's price is too large"
+        )
     return StepResult(
         step=values[-1],
         ideal=values[0],
@@ -158,7 +163,7 @@ def simulate_step(plan: StepPlan, setting: Setting) -> StepResult:
         ulysses_bytes=float(row.tokens_per_rank * row.head_dim * row.item_bytes * (run.cp - 1) / run.cp)
         * (2 * row.num_heads + 2 * row.num_kv_heads + 3 * row.num_heads + 4 * row.num_kv_heads),
         across_bytes=max(each.across for groups in found for each in groups),
-        memory=memory_gib(plan, setting),
+        memory=memory,
         planning=sum(group.planning_seconds for groups in plan.micro_steps for group in groups),
         micro_steps=len(plan.micro_steps),
         fill=tokens / max(sum(group.tokens * group.ranks for groups in plan.micro_steps for group in groups), 1),

@@ -112,11 +112,17 @@ def outcomes(
     warm_up: int = 0,
 ) -> list[Outcome]:
     """`outcome` in several settings of one run: each step is planned once, and priced in every one."""
-    run = settings[0].run
+    if not len(batches) > warm_up or not settings:
+        raise ValueError(
+            f"{len(batches)} steps, {warm_up} of them to warm up, and {len(settings)} settings: nothing to price"
+        )
+    run, strided = settings[0].run, [setting.network.strided for setting in settings]
     if any(setting.run != run for setting in settings):
         raise ValueError("steps are planned for one run, and the settings have several")
-    if any(setting.network.strided for setting in settings) and isinstance(policy, Pools):
-        policy = dataclasses.replace(policy, relays=False)  # relays serve ranks that share a node
+    if isinstance(policy, Pools) and policy.relays and any(strided):
+        if not all(strided):
+            raise ValueError("relays serve ranks that share a node: settings must all be strided, or none")
+        policy = dataclasses.replace(policy, relays=False)
     found: list[list[StepResult]] = [[] for _ in settings]
     total, documents, plan = Changed(0, 0, 0, 0), 0, StepPlan([])
     for number, sequences in enumerate(batches):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 
 from rich import box
 from rich.table import Table
 
 from libra_jax.policies import names
-from libra_jax.simulate.constants import Constants
+from libra_jax.policies.packed import disaggregated, libra
+from libra_jax.policies.wlb import WLB
+from libra_jax.simulate.constants import KERNEL_COLUMNS, Constants, kernel_rows
 from libra_jax.simulate.step import Setting
 from libra_jax.simulate.study import Outcome, Spread
 
@@ -29,7 +32,7 @@ def numbers_table(outcomes: Sequence[Outcome], setting: Setting, title: str, pic
             f"{100 * numbers['mfu']:.1f}",
             *(f"{numbers[name]:.2f}" for name in ("pool_imbalance", "rank_imbalance", "micro_step_imbalance")),
             *(f"{numbers[name] / ulysses:.2f}" if ulysses else "-" for name in ("busiest_bytes", "across_bytes")),
-            f"{numbers['memory']:.1f}",
+            f"{each.memory:.1f}",
         )
     return table
 
@@ -63,6 +66,27 @@ def constants_table(table: Constants) -> Table:
     for each in table.values():
         shown.add_row(each.name, f"{each.value:g}", each.unit, each.source)
     return shown
+
+
+def kernels_table(table: Constants) -> Table:
+    """Speeds of kernels with their sources."""
+    shown = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), title="Kernels: TFLOP/s, and a block of queries in pages")
+    for name in KERNEL_COLUMNS:
+        shown.add_column(name, justify="left" if name in ("kernel", "source") else "right", overflow="fold")
+    for row in kernel_rows(table):
+        shown.add_row(*row)
+    return shown
+
+
+def settings_sentence() -> str:
+    """What policies are run with where nothing else is said."""
+    ours, theirs, wlb = (signature(each).parameters for each in (libra, disaggregated, WLB))
+    thresholds = " and ".join(f"{each:.2f}" for each in wlb["thresholds"].default)
+    return (
+        f"settings: Libra's tolerance {ours['tolerance'].default:g}, {ours['waves'].default} waves, two levels of "
+        f"exchange; DistCA's tolerance {theirs['tolerance'].default:g}; WLB-LLM's token "
+        f"cap {wlb['cap'].default:g} windows, thresholds {thresholds} of a window"
+    )
 
 
 def policies_table() -> Table:

@@ -17,6 +17,7 @@ from libra_jax.links import Links
 from libra_jax.modelled import check_prices
 from libra_jax.models.moe import check_experts
 from libra_jax.models.qwen3 import Qwen3Config
+from libra_jax.plan import TOLERANCE, check_tolerance
 from libra_jax.spec import PoolSpec
 from libra_jax.workload import CostModel
 
@@ -133,9 +134,14 @@ class AttentionConfig:
     ranks_per_node: int | None = free(None)
     """Neighbouring ranks in one node, where pages are to cross between nodes once and be passed on inside; for pools of
     several nodes, and 3 waves or more. None: every page comes straight from its home. See `PoolSpec`."""
+    tolerance: float = free(TOLERANCE)
+    """How much more than its share a rank may have to do: see `plan_pool`."""
     cost_model: str | None = free(None)
     """File with measured prices of kernels (`CostModel.save`), for placement, plans and the choice of a pool size.
     None: the defaults of `CostModel`."""
+
+    def __post_init__(self) -> None:
+        check_tolerance(self.tolerance)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -360,7 +366,8 @@ class TrainConfig:
         """What a step chooses its pool size from, and how."""
         further = tuple(self.spec_of(size) for size in self.mesh.pool_sizes)
         nodes = self.attention.ranks_per_node or self.mesh.links.ranks_per_node  # where there are relays, these say it
-        return PoolSizes(further, self.mesh.least_saving, dataclasses.replace(self.mesh.links, ranks_per_node=nodes))
+        links = dataclasses.replace(self.mesh.links, ranks_per_node=nodes)
+        return PoolSizes(further, self.mesh.least_saving, links, self.attention.tolerance)
 
     def at_pool_size(self, size: int) -> TrainConfig:
         """The same run, all of its steps in pools of one size on the same devices; `size` is one of `mesh.sizes`."""
