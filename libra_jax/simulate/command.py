@@ -332,8 +332,8 @@ def _show(
     console.print(
         "tok/s/GPU, MFU: of all steps together. pools, ranks, micro-steps: the slowest over the mean; libra's "
         "micro-steps are unlike on purpose. bytes: the busiest rank's over one all-to-all of a full sequence's q, k, "
-        "v and outputs, and across: what of them crosses nodes. GiB: the fullest rank in any step. “Times as fast” below "
-        "is one policy's ideal % over the other's: steps of policies that move documents are of unlike size."
+        "v and outputs, and across: what of them crosses nodes. GiB: the fullest rank in any step. “Times as fast” "
+        "below is one policy's ideal % over the other's: steps of policies that move documents are of unlike size."
     )
     console.print(losses_table(outcomes))
     heaviest, low, high = spread([heaviest_over_mean(sequences) for sequences in measured])
