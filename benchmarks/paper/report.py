@@ -32,6 +32,7 @@ def write_report(folder: Path) -> list[str]:
     missing = [name for name, rows in tables.items() if not rows]
     if missing:
         return missing
+    texts = {"README": report_text(tables), "residuals": reality.rows_text()}  # first: they name a commit, and no dirt
     figures.placement(folder, tables["1_placement"])
     figures.scaling(folder, tables["2_scaling"])
     figures.stragglers(folder, tables["3_micro_batches"])
@@ -42,7 +43,7 @@ def write_report(folder: Path) -> list[str]:
     figures.growth(folder, tables["7_growth"])
     figures.bounded(folder, tables["7_bounded"])
     figures.sensitivity(folder, tables["sensitivity"])
-    for name, lines in (("README", report_text(tables)), ("residuals", reality.rows_text())):
+    for name, lines in texts.items():
         (folder / f"{name}.md").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
     reality.rows_csv(folder / "residuals.csv")
     return []
