@@ -35,8 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     if sys.stderr is None:  # closed: what would be said there must not end in the output
         sys.stderr = io.StringIO()
-    if sys.stdout is None:
-        return _complain("there is no standard output to write to", 2)
     if not args or args[0] in ("-h", "--help"):
         print(_overview())
         return 0 if args else 2
@@ -319,7 +317,9 @@ def _weights(run: Callable[[Any], None]) -> int:
 
 
 def _answered(run: Callable[[], int]) -> int:
-    """A command's status; of one whose reader has gone, as `head` does, 1 without a word."""
+    """Status of a command that answers on standard output: 1, without a word, where the reader has gone (`| head`)."""
+    if sys.stdout is None:
+        return _complain("there is no standard output to answer on", 2)
     try:
         return run()
     except BrokenPipeError:

@@ -142,10 +142,12 @@ def run(options: SimulateOptions) -> int:
     points: list[advice.BreakEven] = []
     if pooled:
         room = setting.table["memory"].value
-        ours = advice.fastest([each for each in outcomes if each.policy in pooled], room).policy
+        mine = advice.fastest([each for each in outcomes if each.policy in pooled], room)
+        ours = mine.policy
         size = names.pool_size(ours, setting.run.dp)
         verdict = advice.verdict(outcomes, ours, room)
-        if options.kernel == "triton" and options.gpus != "B200":  # FlashAttention-3 is for Hopper
+        hopper = options.gpus != "B200"  # FlashAttention-3 is for Hopper
+        if options.kernel == "triton" and hopper and mine.memory <= room:
             own = advice.with_own_kernels(measured[:3], setting, ours, policies)
         if not options.quick:
             recommendation = advice.recommend(measured[:2], setting, size, policies, say)
@@ -279,12 +281,12 @@ def _sampled(options: SimulateOptions, run: RunShape) -> tuple[list[list[list[in
     long = int((lengths > run.seq_len).sum())
     if long:
         print(f"{long:,} of {len(lengths):,} documents are longer than a sequence and are cut", file=sys.stderr)
-    pieces = longest < run.seq_len and int((-(-lengths // longest)).astype(np.float64).sum())
-    if pieces > MOST_DOCUMENTS:
-        raise ValueError(
-            f"cut to {longest:,} tokens these documents are {pieces:,}, and {MOST_DOCUMENTS:,} at most are sampled"
-        )
     if longest < run.seq_len:
+        pieces = int((-(-lengths // longest)).astype(np.float64).sum())
+        if pieces > MOST_DOCUMENTS:
+            raise ValueError(
+                f"cut to {longest:,} tokens these documents are {pieces:,}, and {MOST_DOCUMENTS:,} at most are sampled"
+            )
         lengths = cut(lengths, longest).length
     if lengths.sum() < wanted:  # a real corpus that is too small: its documents again, in another order
         times = -(-wanted // int(lengths.sum()))
